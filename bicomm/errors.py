@@ -1,0 +1,42 @@
+"""What can go wrong between ranks, as exceptions that say who, what and what to do."""
+
+from __future__ import annotations
+
+
+class BicommError(RuntimeError):
+    """The base of every error that bicomm raises about a group of ranks."""
+
+
+class NotInitialized(BicommError):
+    """A collective was called before `bicomm.init()`."""
+
+
+class PeerTimeout(BicommError):
+    """Some ranks did not arrive in time, or died. The communicator raises this until all ranks call `recover()`.
+
+    missing: the ranks that were waited for. waiting: the rank that gave up first. sequence: the call it was in.
+    """
+
+    def __init__(self, message: str, *, missing: tuple[int, ...] = (), waiting: int = -1, sequence: int = -1) -> None:
+        super().__init__(message)
+        self.missing, self.waiting, self.sequence = missing, waiting, sequence
+
+
+class Aborted(BicommError):
+    """A rank called `comm.abort()`: the communicator raises this until all ranks call `recover()`."""
+
+
+class CallMismatch(BicommError):
+    """Ranks entered different calls (contract, shape, dtype, splits). Raised on every rank; nothing was computed."""
+
+
+class PeerRefused(BicommError):
+    """Another rank refused its own arguments, so this call did not run. The message carries that rank's reason."""
+
+
+class NoSharedMemory(BicommError):
+    """The ranks of a group cannot map each other's memory, or there is not enough of it."""
+
+
+class CaptureError(BicommError):
+    """Something that a CUDA graph cannot hold (an allocation, a rendezvous) was asked for during capture."""
