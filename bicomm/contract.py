@@ -97,6 +97,10 @@ def _exact_f64(x: Tensor) -> Tensor:
         x.masked_fill_(~torch.isfinite(plain), 0.0)
         top = _magnitude(x)
     sums: dict[int, Tensor] = {}
+    if x.shape[0] > _BLOCK:  # a slice above the highest one in use, to take its carries: 300 addends of 2**46 units do
+        above_top = [lo for lo in _SLICES if top <= 2.0 ** (lo - 1)]  # not fit into 53 bits
+        if above_top:
+            sums[above_top[-1]] = x.new_zeros(x.shape[1])
     for block in x.split(_BLOCK):
         _split(block, top, sums)
         if x.shape[0] > _BLOCK and sums:
@@ -125,6 +129,8 @@ def _window_f64(x: Tensor, g: int, t: int, s: int) -> Tensor:
 
 
 def _checked(addends: Addends) -> list[Tensor]:
+    if isinstance(addends, Tensor) and addends.dim() == 0:
+        raise ValueError("expected addends [N, ...] or a list of N tensors, got a tensor without dimensions")
     rows = list(addends.unbind(0)) if isinstance(addends, Tensor) else list(addends)
     if not rows:
         raise ValueError("a sum needs at least one addend: expected [N, ...] with N >= 1, got N = 0")
@@ -133,12 +139,14 @@ def _checked(addends: Addends) -> list[Tensor]:
             raise TypeError(f"addend {i} is {row.dtype}: contracts are defined on fp32 (or bf16, fp16) addends")
         if row.shape != rows[0].shape:
             raise ValueError(f"addend {i} has shape {tuple(row.shape)}, addend 0 has {tuple(rows[0].shape)}")
+        if row.device != rows[0].device:
+            raise ValueError(f"addend {i} is on {row.device}, addend 0 on {rows[0].device}: expected one device")
     return rows
 
 
 def _refuse_flushed_subnormals(device: torch.device) -> None:
     # torch.set_flush_denormal(True) changes bits: subnormal addends would be read as zero.
-    if device.type == "cpu" and torch.tensor(2.0**-149).double().item() == 0.0:
+    if device.type == "cpu" and torch.tensor(2.0**-149, dtype=torch.float32, device="cpu").double().item() == 0.0:
         raise RuntimeError(
             "this thread flushes subnormals (torch.set_flush_denormal(True)), and bicomm's contracts keep them: "
             "call torch.set_flush_denormal(False) before a combine"
@@ -151,7 +159,15 @@ def canonical_nan_(x: Tensor) -> Tensor:
 
 
 def round_output(x: Tensor, out: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Round an fp32 result to `out_dtype` (fp32 or bf16), canonical NaN, into `out` where one is given."""
+    """Round an fp32 result to `out_dtype` (fp32 or bf16), canonical NaN; into `out`, whose dtype then decides.
+
+    Raises ValueError where `out` has another shape, TypeError for any other dtype.
+    """
+    if out is not None and out.shape != x.shape:
+        raise ValueError(f"out has shape {tuple(out.shape)}, the result {tuple(x.shape)}")
+    dtype = out_dtype if out is None else out.dtype
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"a result is torch.float32 or torch.bfloat16, got {dtype}")
     result = torch.empty(x.shape, dtype=out_dtype, device=x.device) if out is None else out
     return canonical_nan_(result.copy_(x))
 
@@ -300,12 +316,15 @@ class Contract:
     partial: Partial | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "parameters", tuple(self.parameters))  # a list would make it unequal and unhashable
         if self.rule not in RULES:
             raise ValueError(f"unknown rule {self.rule!r}: contracts are {', '.join(RULES)}")
         if self.rule == "window":
             _check_window(self.parameters)
         elif self.parameters:
             raise ValueError(f"{self.rule} takes no parameters, got {self.parameters!r}")
+        if not (self.partial is None or isinstance(self.partial, Partial)):
+            raise TypeError(f"a contract's partial is a Partial or None, got {self.partial!r}")
 
     @property
     def id(self) -> str:
@@ -322,7 +341,8 @@ class Contract:
     def sum(self, addends: Addends, *, out: Tensor | None = None, out_dtype: torch.dtype = torch.float32) -> Tensor:
         """The contract's sum of N addends of one shape: fp32, or rounded once more to bf16 on request.
 
-        addends: N tensors, or one tensor [N, ...]; fp32 (bf16 and fp16 are widened). out: where to put the result.
+        addends: N tensors, or one tensor [N, ...]; fp32 (bf16 and fp16 are widened). out: where to put the result;
+        its dtype, fp32 or bf16, decides. Not differentiable.
         """
         total = window(addends, *self.parameters) if self.rule == "window" else _FUNCTIONS[self.rule](addends)
         return total if out is None and out_dtype == torch.float32 else round_output(total, out, out_dtype)
@@ -341,9 +361,9 @@ class Contract:
         """Read what `json()` wrote. Raises ValueError for anything else, naming the part that is wrong."""
         try:
             record = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"a contract is a JSON object, got {text[:80]!r}") from error
-        if not isinstance(record, dict) or record.get("version") != 1:
+        if not isinstance(record, dict) or record.get("version") != 1 or record["version"] is True:
             raise ValueError(f"expected a contract object of version 1, got {text[:120]!r}")
         unknown = set(record) - {"rule", "version", "parameters", "partial"}
         if unknown:

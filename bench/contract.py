@@ -1,0 +1,85 @@
+"""Time of the contract functions as the CPU executor: 8 x 4096 x 2048 fp32, one thread; JSON on standard output.
+
+    python bench/contract.py [--out FILE] [--repeat 3]
+
+`normal` is torch.randn; `hard` has exponents spread over +-60 binades, so that every element needs several slices.
+The bounds are those of the project's plan for `exact`: 0.6 s on normal and 1.5 s on hard data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import pathlib
+import platform
+import statistics
+import sys
+import time
+
+import torch
+
+from bicomm.contract import EXACT, FP64, GB200_WINDOW, ORDERED
+
+W, T, H = 8, 4096, 2048
+BOUNDS = {("exact/1", "normal"): 0.6, ("exact/1", "hard"): 1.5}
+
+
+def data(kind: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(W, T, H, generator=generator)
+    if kind == "hard":
+        x = torch.ldexp(x, torch.randint(-60, 61, x.shape, generator=generator).to(torch.float32))
+    return x
+
+
+def processor() -> str:
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--repeat", type=int, default=3)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for kind in ("normal", "hard"):
+        x = data(kind)
+        for contract in (ORDERED, FP64, EXACT, GB200_WINDOW):
+            contract.sum(x[:, :64])
+            seconds = []
+            for _ in range(arguments.repeat):
+                start = time.perf_counter()
+                contract.sum(x)
+                seconds.append(time.perf_counter() - start)
+            bound = BOUNDS.get((contract.id, kind))
+            row = {"contract": contract.id, "data": kind, "seconds": statistics.median(seconds), "bound": bound}
+            rows.append(row)
+            print(
+                f"{contract.id:24s} {kind:7s} {row['seconds']:.3f} s" + (f" (bound {bound})" if bound else ""),
+                file=sys.stderr,
+            )
+    record = {
+        "benchmark": "contract",
+        "shape": [W, T, H],
+        "threads": 1,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {"processor": processor(), "system": platform.platform()},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "results": rows,
+    }
+    text = json.dumps(record, indent=1)
+    if arguments.out:
+        arguments.out.write_text(text + "\n")
+    else:
+        print(text)
+    return int(any(row["bound"] is not None and row["seconds"] > row["bound"] for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
