@@ -10,6 +10,7 @@ RN32 below is IEEE 754 rounding to nearest, ties to even, into fp32.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -81,7 +82,7 @@ def _carry(sums: dict[int, Tensor]) -> list[Tensor]:
     used = [lo for lo in _SLICES if max(sums) >= lo >= min(sums)]
     for lo in used:
         sums.setdefault(lo, torch.zeros_like(sums[max(sums)]))
-    for above, lo in reversed(list(zip(used[:-1], used[1:], strict=True))):
+    for above, lo in reversed(list(itertools.pairwise(used))):
         c = 1.5 * 2.0 ** (52 + above)
         h = (sums[lo] + c).sub_(c)
         sums[lo].sub_(h)
@@ -247,7 +248,7 @@ def _check_window(parameters: tuple[int, ...]) -> None:
         raise ValueError(f"a window takes three integers (g, t, s), got {parameters!r}")
     g, t, s = parameters
     if not (1 <= g <= 128 and 1 <= s <= t <= WINDOW_LIMIT):
-        raise ValueError(f"a window needs 1 <= g <= 128 and 1 <= s <= t <= {WINDOW_LIMIT}, got (g, t, s) = {parameters}")
+        raise ValueError(f"a window needs 1 <= g <= 128, 1 <= s <= t <= {WINDOW_LIMIT}, got (g, t, s) = {parameters}")
 
 
 # ---------------------------------------------------------------------------------------------------------- objects
@@ -285,7 +286,7 @@ class Partial:
     @property
     def id(self) -> str:
         """Every field, spelled: `slot-fp64-activation/1`, `slot-fp32-combine-fma-fp32/1`."""
-        words = [self.order, self.accumulator, self.probability]
+        words: list[str] = [self.order, self.accumulator, self.probability]
         if self.probability == "combine":
             words += [self.product, self.weight]
         return "-".join(words) + "/1"
@@ -386,7 +387,7 @@ class Contract:
         if match is None or match[1] not in RULES:
             raise ValueError(f"unknown contract {text!r}: expected one of {', '.join(RULES)}, an id, or a preset")
         parameters = tuple(int(p) for p in match[2].split(",")) if match[2] else ()
-        rule: Rule = match[1]  # type: ignore[assignment]
+        rule: Rule = match[1]
         return cls(rule, parameters, partial_named(match[3]) if match[3] else None)
 
     def __str__(self) -> str:
