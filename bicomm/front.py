@@ -1,0 +1,99 @@
+"""combine, dispatch and combine_rows without a communicator in hand: one is made for the group at the first call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bicomm.arguments import Mode
+from bicomm.communicator import Communicator
+
+_made: dict[tuple[str, str], Communicator] = {}
+
+
+def communicator(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Communicator:
+    """The communicator that `bicomm.combine` uses for a group (default: that of `bicomm.init`); made at first use.
+
+    Collective the first time. It has no contract of its own: each call names one.
+    """
+    from bicomm.world import current
+
+    chosen = group if group is not None else current().group
+    where = current().device if device is None else device
+    key = (chosen.group_name, where.type)
+    if key not in _made:
+        _made[key] = Communicator(chosen, device=where)
+    return _made[key]
+
+
+def forget() -> None:
+    """Close the communicators that this module made."""
+    for made in _made.values():
+        made.close()
+    _made.clear()
+
+
+def _at_hand(group: dist.ProcessGroup | None, x: Any) -> Communicator:
+    # torch.compile cannot trace the making of a communicator, only find one that is there.
+    if torch.compiler.is_compiling() and group is None:
+        return _only()
+    return communicator(group)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _only_key() -> tuple[str, str]:
+    made = communicator()
+    return next(key for key, value in _made.items() if value is made)
+
+
+def _only() -> Communicator:
+    return _made[_only_key()]
+
+
+def combine(
+    x: Tensor,
+    mode: Mode | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    splits: Any = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`Communicator.combine` in the group's own communicator.
+
+    x: fp32 [sum(splits), hidden], this rank's partials for all tokens. mode: `ordered`, `exact`, `multimem`, `fp64`, an id,
+    a preset or a Contract. Returns [splits[rank], hidden]. Differentiable. Raises NotInitialized before `bicomm.init()`.
+    """
+    return _at_hand(group, x).combine(x, mode, splits=splits, out=out, out_dtype=out_dtype)
+
+
+def combine_rows(
+    rows: Tensor,
+    row_of_slot: Tensor,
+    rank_of_slot: Tensor,
+    weights: Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    product_dtype: torch.dtype = torch.float32,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`Communicator.combine_rows`, the `owner` combine, in the group's own communicator."""
+    return _at_hand(group, rows).combine_rows(
+        rows, row_of_slot, rank_of_slot, weights, product_dtype=product_dtype, out=out, out_dtype=out_dtype
+    )
+
+
+def dispatch(
+    x: Tensor,
+    *,
+    mode: Mode | None = None,
+    group: dist.ProcessGroup | None = None,
+    splits: Any = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`Communicator.dispatch`, the all-gather whose gradient is combine, in the group's own communicator."""
+    return _at_hand(group, x).dispatch(x, splits=splits, mode=mode, out=out)

@@ -1,0 +1,61 @@
+"""A local world: several ranks in one process, each to be driven by its own thread (CPU) or stream (GPU)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from bicomm.arguments import Mode
+from bicomm.communicator import Communicator, LocalRank
+from bicomm.cpu import CpuTransport
+from bicomm.flags import FlagSync, control_bytes
+from bicomm.plan import Facts
+from bicomm.symmem.buffer import SymmetricBuffer, align
+
+
+def local_world(
+    size: int, *, mode: Mode | None = None, device: torch.device | str = "cpu", timeout: float = 30.0
+) -> list[Communicator]:
+    """W communicators in this process: for tests, for timing on one GPU, and for notebooks without a launcher.
+
+    On a CPU, call each from its own thread, since a collective waits for the others. On a GPU each has its own stream,
+    `comm.stream`, and one thread can issue all of them.
+
+        comms = bicomm.local_world(8, mode="exact")
+        with ThreadPoolExecutor(8) as pool:
+            outs = list(pool.map(lambda comm: comm.combine(partials[comm.rank]), comms))
+    """
+    if size < 1:
+        raise ValueError(f"a world has at least one rank, got {size}")
+    where = torch.device(device)
+    if where.type == "cuda":
+        from bicomm.gpu import local_gpu_world
+
+        return local_gpu_world(size, mode, where, timeout)
+    control = np.zeros(control_bytes(size), np.uint8)
+    world = _Arena(size)
+    facts = Facts("cpu", size, "", "the ranks work on CPUs")
+    comms = []
+    for rank in range(size):
+        sync = FlagSync(control, rank, size, timeout)
+        transport = CpuTransport(sync, lambda nbytes, rank=rank, sync=sync: world.allocate(rank, sync, nbytes))  # type: ignore[misc]
+        comms.append(LocalRank(transport, facts, where).communicator(rank, mode))
+    return comms
+
+
+class _Arena:
+    """Buffers side by side in ordinary memory: rank 0 makes each, the others find it."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._whole = torch.empty(0, dtype=torch.uint8)
+
+    def allocate(self, rank: int, sync: FlagSync, nbytes: int) -> SymmetricBuffer:
+        stride = align(nbytes)
+        if rank == 0:
+            self._whole = torch.empty(self._size * stride, dtype=torch.uint8)
+        sync.exchange(b"")
+        whole = self._whole
+        sync.exchange(b"")
+        peers = [whole[r * stride : (r + 1) * stride] for r in range(self._size)]
+        return SymmetricBuffer(local=peers[rank], peers=peers, owner=whole)

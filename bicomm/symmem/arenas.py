@@ -1,0 +1,91 @@
+"""The symmetric buffers of one communicator: sized once, grown collectively, handed out by size."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from bicomm.errors import CaptureError
+from bicomm.symmem.buffer import SymmetricBuffer, align
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """A piece of one arena, at the same (arena, offset) on every rank."""
+
+    arena: int
+    offset: int
+    nbytes: int
+    buffer: SymmetricBuffer
+
+    @property
+    def mark(self) -> tuple[int, int]:
+        """What a header says of it."""
+        return (self.arena, self.offset)
+
+    def view(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int | None = None) -> Tensor:
+        """This place as a tensor, on this rank or on a peer that the host can read."""
+        return self.buffer.view(self.offset, shape, dtype, rank)
+
+
+class Arenas:
+    """allocate(nbytes): makes a buffer on all ranks together, or raises on all of them."""
+
+    def __init__(self, allocate: Callable[[int], SymmetricBuffer]) -> None:
+        self._allocate = allocate
+        self._buffers: dict[int, SymmetricBuffer] = {}
+        self._made = 0
+
+    def take(self, nbytes: int) -> Place | None:
+        """A place that fits, newest arena first; None where the arenas must grow. Not collective."""
+        for number in sorted(self._buffers, reverse=True):
+            offset = self._buffers[number].take(nbytes)
+            if offset is not None:
+                return Place(number, offset, nbytes, self._buffers[number])
+        return None
+
+    def grow(self, nbytes: int) -> None:
+        """Make room for `nbytes` more, on all ranks together. An arena that nobody uses is given back first.
+
+        Nothing that is in use moves: a captured graph or an acquired buffer keeps its address.
+        """
+        largest = max((b.capacity for b in self._buffers.values()), default=0)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                f"this call needs {nbytes:,} bytes of symmetric memory and the communicator has {largest:,}, and a CUDA "
+                f"graph cannot hold an allocation: before capturing, make the communicator with max_tokens and hidden "
+                f"large enough, call comm.reserve(tokens, hidden), or run this call once outside the graph"
+            )
+        self._buffers = {n: b for n, b in self._buffers.items() if b.in_use or b.pinned}
+        self._buffers[self._made] = self._allocate(align(max(nbytes, min(2 * largest, nbytes + (256 << 20)))))
+        self._made += 1
+
+    def release(self, place: Place) -> None:
+        """Take a place back."""
+        place.buffer.give(place.offset)
+
+    def find(self, x: Tensor) -> tuple[int, SymmetricBuffer] | None:
+        """The arena that a tensor's memory lies in."""
+        address = x.data_ptr()
+        for number, buffer in self._buffers.items():
+            start = buffer.local.data_ptr()
+            if start <= address < start + buffer.capacity:
+                return number, buffer
+        return None
+
+    def clear(self) -> None:
+        """Give all memory back. Places that are still out keep their own until they are dropped."""
+        self._buffers = {}
+
+    @property
+    def capacity(self) -> int:
+        """Bytes held on this rank."""
+        return sum(buffer.capacity for buffer in self._buffers.values())
+
+    @property
+    def in_use(self) -> int:
+        """Bytes handed out."""
+        return sum(buffer.in_use for buffer in self._buffers.values())
