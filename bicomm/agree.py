@@ -52,6 +52,18 @@ class StoreSync:
         self._wait([f"recover/{self._epoch}/{rank}" for rank in range(self.size)], recovering=True)
         self._epoch, self._count = self._epoch + 1, 0
 
+    def post(self, text: str) -> None:
+        """Leave a text that other ranks may read later."""
+        self._call(lambda: self._store.set(f"text/{self.rank}", text or " "))
+
+    def read(self, rank: int) -> str:
+        """What a rank left last; waits briefly for it."""
+        try:
+            self._store.wait([f"text/{rank}"], timedelta(seconds=2))
+            return bytes(self._store.get(f"text/{rank}")).decode()
+        except RuntimeError:
+            return "its reason did not arrive"
+
     def _key(self, count: int, rank: int) -> str:
         return f"{self._epoch}/{count}/{rank}"
 

@@ -87,6 +87,7 @@ class Communicator:
         self._mode = mode
         self._acquired: dict[int, Place] = {}
         self._poisoned: list[tuple[Place, Tensor]] = []
+        self.stream: torch.cuda.Stream | None = None  # of a local world's rank on a GPU
         self.handle = ops.register(self)
         if mode == "multimem":
             self._judge_switch()
@@ -104,6 +105,11 @@ class Communicator:
             )
 
     # ---------------------------------------------------------------------------------------------- what it is
+
+    @property
+    def transport(self) -> Transport:
+        """The data path below: for this library's own tests and benchmarks."""
+        return self._transport
 
     @property
     def contract(self) -> Contract | None:

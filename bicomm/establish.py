@@ -66,9 +66,10 @@ def establish(group: dist.ProcessGroup, device: torch.device, request: Request) 
         return made
 
     if device.type == "cuda":
-        from bicomm.gpu import establish_gpu
+        from bicomm.gpu_group import establish_gpu
 
-        return establish_gpu(group, device, request, sync, make_group)
+        reserve = request.max_tokens * request.hidden * 4
+        return establish_gpu(group, device, request.share_memory, request.timeout, reserve, sync, make_group)
     memory = ""
     transport: Transport | None = None
     if not request.share_memory:

@@ -29,7 +29,7 @@ def local_world(
         raise ValueError(f"a world has at least one rank, got {size}")
     where = torch.device(device)
     if where.type == "cuda":
-        from bicomm.gpu import local_gpu_world
+        from bicomm.gpu_group import local_gpu_world
 
         return local_gpu_world(size, mode, where, timeout)
     control = np.zeros(control_bytes(size), np.uint8)

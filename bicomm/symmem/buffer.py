@@ -48,6 +48,12 @@ class SymmetricBuffer:
         """Bytes handed out and not given back."""
         return sum(self._used.values())
 
+    @property
+    def device_addresses(self) -> Tensor:
+        """`addresses`, of a buffer on GPUs."""
+        assert self.addresses is not None
+        return self.addresses
+
     def take(self, nbytes: int) -> int | None:
         """Hand out `nbytes` at the first place that fits: its byte offset, or None where nothing fits."""
         need, start = align(max(nbytes, 1)), 0

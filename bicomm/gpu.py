@@ -1,0 +1,345 @@
+"""The GPU transport: Triton kernels over symmetric memory, with a device barrier at both ends of each.
+
+Calls are asynchronous and can be captured in CUDA graphs. What goes wrong on the device reaches the host through a page
+of pinned memory, and is raised by the next call or by `check()`: the epoch is lost then, kernels end at once with NaN,
+and every call raises until `recover()`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from bicomm import barrier, exact, gather, ordered, owner
+from bicomm.call import Gather, Pull, Reduce, Sync
+from bicomm.contract import Contract
+from bicomm.errors import Aborted, BicommError, CallMismatch, CaptureError, PeerRefused, PeerTimeout
+from bicomm.header import first_line
+from bicomm.link import Link
+from bicomm.signature import describe, sign
+from bicomm.symmem.arenas import Arenas, Place
+from bicomm.symmem.buffer import SymmetricBuffer
+from bicomm.transport import Rows, Shares, Transport
+
+_NOWHERE = (0, 0)
+
+
+class GpuTransport(Transport):
+    """One rank's side.
+
+    control        symmetric memory of `barrier.control_words(size)` int64 words.
+    link           how the hosts agree where the devices cannot: growth, recovery, refusals.
+    timeout        seconds that a kernel waits; `first_timeout` for the first call of a kind, whose peers may compile.
+    """
+
+    name = "symmetric memory on GPUs, Triton kernels"
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        control: SymmetricBuffer,
+        link: Link,
+        timeout: float,
+        first_timeout: float,
+    ) -> None:
+        if size > barrier.MAX_RANKS:
+            raise ValueError(f"device barriers serve up to {barrier.MAX_RANKS} ranks, got {size}")
+        self.rank, self.size, self.device = rank, size, device
+        self.timeout, self.first_timeout = timeout, first_timeout
+        self.rehearsing = False
+        self.blocks_limit: int | None = None  # blocks of a launch, where several ranks share a GPU
+        self._control, self._link = control, link
+        self._arenas = Arenas(link.allocate)
+        zero = torch.zeros(1, dtype=torch.int64, device=device)  # one rank alone: an address is an offset from 0
+        self._nothing = SymmetricBuffer(local=zero.view(torch.uint8), addresses=zero)
+        self._page = torch.zeros(barrier.page_words(size), dtype=torch.int64).pin_memory()
+        self._seen: set[object] = set()
+        self._stream: torch.cuda.Stream | None = None
+        self._error: BicommError | None = None
+        self._epoch = 1
+        self._reset()
+
+    # ------------------------------------------------------------------------------------------------- collectives
+
+    def shares(self, splits: object, rows: int | None) -> Shares:
+        if isinstance(splits, Tensor) and splits.is_cuda:
+            if splits.dtype != torch.int64 or splits.shape != (self.size,) or not splits.is_contiguous():
+                raise TypeError(
+                    f"splits on the GPU is a contiguous int64 tensor [{self.size}], got {splits.dtype} "
+                    f"{tuple(splits.shape)}"
+                )
+            return splits
+        return super().shares(splits, rows)
+
+    def combine(self, x: Tensor, splits: Shares, contract: Contract, out: Tensor, place: Place | None) -> None:
+        with self._operand(x, x.shape[0], place) as at:
+            sync = self._sync("combine", x.dtype, contract, x.shape[1], at.mark, x.shape[0], splits)
+            on_device = isinstance(splits, Tensor)
+            call = Reduce(
+                peers=at.buffer.device_addresses,
+                offset=at.offset,
+                rank=self.rank,
+                hidden=x.shape[1],
+                out=out,
+                start=0 if on_device else sum(splits[: self.rank]) * x.shape[1],
+                count=0 if on_device else splits[self.rank] * x.shape[1],
+                splits=splits if isinstance(splits, Tensor) else None,
+                sync=sync,
+            )
+            if contract.rule in ("ordered", "fp64"):
+                ordered.reduce(call, accumulator=torch.float64 if contract.rule == "fp64" else torch.float32)
+            else:
+                exact.reduce(call, contract.parameters)
+
+    def combine_rows(self, operands: Rows, contract: Contract, out: Tensor, place: Place | None) -> None:
+        rows = operands.rows
+        most = rows.shape[0] if place is not None else self._largest(rows.shape[0], "combine_rows")
+        with self._operand(rows, most, place) as at:
+            sync = self._sync("combine_rows", rows.dtype, contract, rows.shape[1], at.mark, None, ())
+            owner.pull(
+                Pull(
+                    peers=at.buffer.device_addresses,
+                    offset=at.offset,
+                    rank=self.rank,
+                    dtype=rows.dtype,
+                    out=out,
+                    row_of_slot=operands.row_of_slot.contiguous(),
+                    rank_of_slot=operands.rank_of_slot.contiguous(),
+                    weights=None if operands.weights is None else operands.weights.contiguous(),
+                    product_dtype=operands.product_dtype,
+                    sync=sync,
+                )
+            )
+
+    def dispatch(self, x: Tensor, splits: Shares | None, out: Tensor | None, capacity: int | None) -> Tensor:
+        if splits is None:
+            splits = tuple(int(n) for n in self.exchange_counts(x.shape[0]))
+        if isinstance(splits, Tensor):
+            most, total = x.shape[0], (x.shape[0] * self.size if capacity is None else capacity)
+        else:
+            most, total = max(splits), sum(splits)
+        result = x.new_empty((total, x.shape[1])) if out is None else out
+        with self._operand(x, most, None) as at:
+            sync = self._sync("dispatch", x.dtype, None, x.shape[1], at.mark, most, splits)
+            gather.gather(
+                Gather(
+                    peers=at.buffer.device_addresses,
+                    offset=at.offset,
+                    rank=self.rank,
+                    out=result,
+                    splits=splits,
+                    sync=sync,
+                )
+            )
+        return result
+
+    def exchange_counts(self, own: int | Tensor) -> Tensor:
+        """Every rank's count: int64 [W] on the GPU. own: this rank's, an int or an integer tensor of one element."""
+        if isinstance(own, int):
+            mine = torch.full((1, 1), own, dtype=torch.int64, device=self.device)
+        else:
+            mine = own.to(torch.int64).view(1, 1)
+        return self.dispatch(mine, (1,) * self.size, None, None).view(self.size)
+
+    def barrier(self) -> None:
+        """One full barrier on the current stream, without work."""
+        sync = self._sync("barrier", torch.float32, None, 0, _NOWHERE, None, ())
+        self._launch_barrier(sync)
+
+    def _launch_barrier(self, sync: Sync) -> None:
+        barrier.barrier_kernel[(1,)](
+            sync.control, sync.page, sync.what, sync.patience, self.rank, W=self.size, WP=sync.lanes, SOFT=sync.soft,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def refuse(self, operation: str, refusal: Exception) -> None:
+        """Tell the others, who learn it from their next call or check; then raise."""
+        if self.size > 1 and self._error is None and not torch.cuda.is_current_stream_capturing():
+            self._link.post(first_line(refusal))
+            self._launch_barrier(self._sync("refused", torch.float32, None, 0, _NOWHERE, None, ()))
+        raise refusal
+
+    # ----------------------------------------------------------------------------------------------------- operands
+
+    def _operand(self, x: Tensor, rows: int, place: Place | None) -> _Operand:
+        """The operand in symmetric memory: where it is already, or a copy in a place for `rows` rows."""
+        self._ready()
+        if place is not None:
+            return _Operand(place, None)
+        if self.size == 1 and x.is_contiguous():  # nobody else reads it
+            return _Operand(Place(0, x.data_ptr(), 0, self._nothing), None)
+        at = self.take(rows * x.shape[1] * x.dtype.itemsize)
+        at.view(tuple(x.shape), x.dtype).copy_(x)
+        return _Operand(at, self._arenas)
+
+    def _largest(self, rows: int, operation: str) -> int:
+        """The most rows of any rank, where they may differ. Agreed on the host."""
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                f"{operation} of rows that are not in symmetric memory agrees on their number on the host, which a CUDA "
+                f"graph cannot hold: write the rows into a buffer from comm.acquire(rows, hidden, dtype) and pass that"
+            )
+        return rows if self.size == 1 else int(self.exchange_counts(rows).max())
+
+    def take(self, nbytes: int) -> Place:
+        place = self._arenas.take(nbytes)
+        if place is None:
+            self._arenas.grow(nbytes)
+            place = self._arenas.take(nbytes)
+        assert place is not None
+        if torch.cuda.is_current_stream_capturing():
+            place.buffer.pinned = True
+        return place
+
+    def release(self, place: Place) -> None:
+        self._arenas.release(place)
+
+    def memory(self) -> dict[str, int]:
+        held = self._arenas.capacity + self._control.capacity
+        return {"held": held, "in_use": self._arenas.in_use + self._control.capacity}
+
+    def suspend(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self._arenas.clear()
+
+    # ------------------------------------------------------------------------------------------------------- faults
+
+    def _sync(
+        self,
+        operation: str,
+        dtype: torch.dtype,
+        contract: Contract | None,
+        hidden: int,
+        mark: tuple[int, int],
+        rows: int | None,
+        splits: Shares | Sequence[int],
+    ) -> Sync | None:
+        if self.size == 1:
+            return None
+        self._ready()
+        told = sign(operation, dtype, contract, hidden, mark, rows, () if isinstance(splits, Tensor) else splits)
+        kind = (operation, dtype, hidden, contract, isinstance(splits, Tensor))
+        seconds = self.timeout if kind in self._seen else max(self.timeout, self.first_timeout)
+        if not self.rehearsing:
+            self._seen.add(kind)
+        addresses = self._control.addresses
+        assert addresses is not None
+        lanes = triton.next_power_of_2(self.size)
+        return Sync(addresses, self._page, told.what, told.shape, told.tokens, int(seconds * 1e9), lanes, self.blocks_limit)
+
+    def _ready(self) -> None:
+        """Before a launch: raise what earlier calls left, and put this stream behind the last one that was used."""
+        if not self.rehearsing:
+            self.check()
+        stream = torch.cuda.current_stream(self.device)
+        last, self._stream = self._stream, stream
+        if last is None or last == stream:
+            return
+        with torch.cuda.stream(last):
+            apart = torch.cuda.is_current_stream_capturing()
+        if apart == torch.cuda.is_current_stream_capturing():  # an event cannot cross the border of a capture
+            stream.wait_event(last.record_event())
+
+    def check(self) -> None:
+        if self._error is None and int(self._page[barrier.PAGE_LOST.value]) >= self._epoch:
+            self._error = self._read_error()
+        if self._error is not None:
+            raise type(self._error)(*self._error.args) if not isinstance(self._error, PeerTimeout) else self._error
+
+    def abort(self, reason: str) -> None:
+        self._link.post(reason)
+        side = torch.cuda.Stream(self.device, priority=-1)  # kernels that wait may fill the current stream
+        with torch.cuda.stream(side):
+            barrier.abort_kernel[(1,)](
+                self._control.addresses, self._page, self.rank, W=self.size, WP=triton.next_power_of_2(self.size),
+                num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
+        side.synchronize()
+
+    def begin_rehearsal(self) -> None:
+        """Until `recover`: kernels end at once, with NaN, as they do after a fault, and no call raises for it."""
+        self.rehearsing = True
+        self._words()[barrier.LOST.value] = self._epoch
+        torch.cuda.synchronize(self.device)
+
+    def recover(self) -> None:
+        torch.cuda.synchronize(self.device)  # lost kernels end at once
+        self._link.recover(self._advance)
+
+    def _advance(self) -> None:
+        self._epoch += 1
+        self._error = None
+        self.rehearsing = False
+        self._reset()
+
+    def _reset(self) -> None:
+        words = self._words()
+        words[barrier.GENERATION.value] = self._epoch << barrier.EPOCH_SHIFT.value
+        words[barrier.FINISHED.value] = 0
+        torch.cuda.synchronize(self.device)
+        self._page.zero_()
+
+    def _words(self) -> Tensor:
+        return self._control.local[: 8 * barrier.control_words(self.size)].view(torch.int64)
+
+    def _read_error(self) -> BicommError:
+        then = "Every call raises this until all ranks call comm.recover() together"
+        if int(self._page[barrier.PAGE_DIFFERENT.value]):
+            start = barrier.PAGE_HEADS.value
+            heads = self._page[start : start + 3 * self.size].view(self.size, 3).tolist()
+            refusing = [r for r, head in enumerate(heads) if head[0] >> 1 & 15 == 0]
+            if refusing and len(refusing) < self.size:
+                told = "; ".join(f"rank {r}: {self._link.read(r)}" for r in refusing)
+                return PeerRefused(f"a call did not run, because its arguments were refused: {told}. {then}")
+            other = next(r for r, head in enumerate(heads) if head != heads[0])
+            return CallMismatch(
+                f"ranks entered different calls: rank 0 {describe(*heads[0])}, rank {other} {describe(*heads[other])}. "
+                f"Every rank of the group must make the same calls in the same order. Results are NaN. {then}"
+            )
+        if torch.cuda.is_current_stream_capturing():
+            return PeerTimeout(f"this communicator was lost, which was noticed during a capture. {then}")
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            words = self._words().cpu()
+        start = int(barrier.WORDS.value) + self.size * (2 + barrier.HEAD.value)
+        records = words[start:].view(self.size, barrier.RECORD.value).tolist()
+        shift = barrier.EPOCH_SHIFT.value
+        for rank, (generation, low, high, which) in enumerate(records):
+            if generation >> shift != self._epoch:
+                continue
+            if which == 2:
+                return Aborted(f"rank {rank} aborted this communicator: {self._link.read(rank)}. {then}")
+            missing = tuple(r for r in range(self.size) if (low if r < 64 else high) >> (r & 63) & 1)
+            number = generation & ((1 << shift) - 1)
+            names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+            side = "enter" if which == 0 else "leave"
+            return PeerTimeout(
+                f"{names} did not {side} call {number} of this communicator in time (rank {rank} gave up first, epoch "
+                f"{self._epoch}). Results since then are NaN. {then}; without a dead rank, make a new communicator",
+                missing=missing,
+                waiting=rank,
+                sequence=number,
+            )
+        return PeerTimeout(f"rank {self.rank}: this communicator was lost, and no rank left a record of why. {then}")
+
+
+@dataclasses.dataclass
+class _Operand:
+    """A place for the time of a launch: what comes later on the stream comes after the kernel's trailing barrier."""
+
+    place: Place
+    arenas: Arenas | None
+
+    def __enter__(self) -> Place:
+        return self.place
+
+    def __exit__(self, *_: object) -> None:
+        if self.arenas is not None:
+            self.arenas.release(self.place)
+
+

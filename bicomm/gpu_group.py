@@ -1,0 +1,114 @@
+"""How a group of GPUs becomes able to combine: processes with a GPU each, or a local world on one GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from bicomm import barrier
+from bicomm.agree import StoreSync
+from bicomm.alltoall import AllToAllTransport
+from bicomm.arguments import Mode
+from bicomm.capability import multicast_refusal
+from bicomm.communicator import Communicator, LocalRank
+from bicomm.errors import NoSharedMemory
+from bicomm.gpu import GpuTransport
+from bicomm.link import LocalLink, LocalWorld, StoreLink
+from bicomm.peers import this_process
+from bicomm.plan import Facts
+from bicomm.symmem.buffer import SymmetricBuffer
+from bicomm.symmem.cuda import make_local_buffers
+from bicomm.transport import Transport
+
+FIRST_TIMEOUT = 300.0  # seconds for the first call of a kind, in which peers compile; BICOMM_FIRST_TIMEOUT overrides it
+
+
+def first_timeout() -> float:
+    """Seconds that a kernel waits in the first call of a kind."""
+    return float(os.environ.get("BICOMM_FIRST_TIMEOUT", FIRST_TIMEOUT))
+
+
+def establish_gpu(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    share_memory: bool,
+    timeout: float,
+    reserve: int,
+    sync: StoreSync,
+    make_group: Callable[[], dist.ProcessGroup],
+) -> tuple[Transport, Facts]:
+    """The transport of a group of GPUs, and its facts; the same on every rank. Collective."""
+    rank, size = sync.rank, sync.size
+    reason = "the communicator was made with share_memory=False" if not share_memory else _why_apart(sync, device)
+    control: SymmetricBuffer | None = None
+    link = StoreLink(sync, group, device)
+    if not reason and size > 1:
+        try:
+            control = link.allocate(8 * barrier.control_words(size))
+        except NoSharedMemory as error:
+            reason = str(error)
+        told = {r: text.decode() for r, text in enumerate(sync.exchange(reason.encode()))}
+        reason = "; ".join(f"rank {r}: {text}" for r, text in told.items() if text)
+    if reason:
+        return AllToAllTransport(sync, make_group, device), Facts("cuda", size, reason, reason)
+    if control is None:  # one rank: nobody to wait for
+        control = make_local_buffers(1, device, 8 * barrier.control_words(1))[0]
+    transport = GpuTransport(rank, size, device, control, link, timeout, first_timeout())
+    if reserve and size > 1:
+        transport.release(transport.take(reserve))
+    refusals = [text.decode() for text in sync.exchange(multicast_refusal(control.multicast, device).encode())]
+    multicast = "; ".join(f"rank {r}: {text}" for r, text in enumerate(refusals) if text)
+    return transport, Facts("cuda", size, "", multicast)
+
+
+def _why_apart(sync: StoreSync, device: torch.device) -> str:
+    """Why these ranks cannot map each other's GPU memory, as far as that is known before it is tried; "" if unknown."""
+    peer = this_process(-1, device)
+    told = [text.decode() for text in sync.exchange(peer.gpu.encode())]
+    hosts = {text.split()[0] for text in told}
+    if len(hosts) > 1:
+        return f"the ranks live on {len(hosts)} hosts"
+    if len(set(told)) < len(told) and os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") != "1":
+        return "several ranks share a GPU, which torch allows with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 only"
+    return ""
+
+
+def local_gpu_world(size: int, mode: Mode | None, device: torch.device, timeout: float) -> list[Communicator]:
+    """W communicators on one GPU, each with its own stream: see `bicomm.local_world`."""
+    device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+    world = LocalWorld(size, device)
+    controls = make_local_buffers(size, device, 8 * barrier.control_words(size))
+    facts = Facts("cuda", size, "", "a local world has no multicast memory")
+    comms = []
+    for rank in range(size):
+        transport = GpuTransport(rank, size, device, controls[rank], LocalLink(world, rank), timeout, timeout)
+        transport.blocks_limit = max(1, torch.cuda.get_device_properties(device).multi_processor_count // size)
+        comm = LocalRank(transport, facts, device).communicator(rank, mode)
+        comm.stream = torch.cuda.Stream(device)
+        comms.append(comm)
+    return comms
+
+
+@contextmanager
+def rehearsal(comms: Sequence[Communicator]) -> Iterator[None]:
+    """For a local world on a GPU: calls in this block compile and load their kernels and grow the memory, and wait for
+    nobody; their results are NaN.
+
+    CUDA may load a kernel only while no other runs, so the first call of one rank would wait for another rank's kernel
+    that waits for it. Make each call once, on every rank, in a rehearsal before the first one that counts.
+    """
+    transports = [comm.transport for comm in comms]
+    torch.cuda.synchronize(comms[0].device)
+    for transport in transports:
+        assert isinstance(transport, GpuTransport)
+        transport.begin_rehearsal()
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize(comms[0].device)
+        for comm in comms:
+            comm.recover()
