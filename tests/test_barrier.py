@@ -1,0 +1,157 @@
+"""bicomm/barrier.py in Triton's interpreter, around a real executor: what it writes, and what it makes of a fault.
+
+The interpreter runs one rank after the other, so the peers' flags are planted; waiting itself runs on GPUs only.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bicomm import barrier
+from bicomm.call import Reduce, Sync
+from bicomm.contract import EXACT, ORDERED, Contract
+from bicomm.signature import Signature, describe, sign
+
+W, ROWS, HIDDEN = 3, 5, 24
+GENERATION, FINISHED, LOST, WORDS, HEAD, RECORD = (
+    c.value for c in (barrier.GENERATION, barrier.FINISHED, barrier.LOST, barrier.WORDS, barrier.HEAD, barrier.RECORD)
+)
+HEADS, RECORDS = WORDS + 2 * W, WORDS + W * (2 + HEAD)
+
+
+class World:
+    """Three ranks' operands and control words in one process, in epoch 1, about to make call 1."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.operands = [torch.randn(W * ROWS, HIDDEN, generator=generator) * 10.0**r for r in range(W)]
+        self.control = [torch.zeros(barrier.control_words(W), dtype=torch.int64) for _ in range(W)]
+        self.pages = [torch.zeros(barrier.page_words(W), dtype=torch.int64) for _ in range(W)]
+        for words in self.control:
+            words[GENERATION] = 1 << 40
+        self.addresses = torch.tensor([words.data_ptr() for words in self.control])
+        self.generation = (1 << 40) + 1
+        self.told = sign("combine", torch.float32, ORDERED, HIDDEN, (0, 256), W * ROWS, (ROWS,) * W)
+
+    def plant(self, rank: int, others: list[int], told: Signature | None = None) -> None:
+        """Let `others` have arrived at `rank` with this header, and have left."""
+        told = told or self.told
+        for other in others:
+            self.control[rank][WORDS + other] = self.generation
+            self.control[rank][WORDS + W + other] = self.generation
+            head = HEADS + HEAD * other
+            self.control[rank][head : head + HEAD] = torch.tensor([told.what, told.shape, told.tokens])
+
+    def reduce(self, rank: int, module: str = "ordered") -> torch.Tensor:
+        from bicomm import exact, ordered
+
+        sync = Sync(self.addresses, self.pages[rank], self.told.what, self.told.shape, self.told.tokens, 1, 4, soft=True)
+        out = torch.full((ROWS, HIDDEN), 7.0)
+        call = Reduce(
+            peers=torch.tensor([x.data_ptr() for x in self.operands]),
+            offset=0,
+            rank=rank,
+            hidden=HIDDEN,
+            out=out,
+            start=rank * ROWS * HIDDEN,
+            count=ROWS * HIDDEN,
+            sync=sync,
+        )
+        return ordered.reduce(call) if module == "ordered" else exact.reduce(call)
+
+    def want(self, rank: int, contract: Contract = ORDERED) -> torch.Tensor:
+        return contract.sum([x[rank * ROWS : (rank + 1) * ROWS] for x in self.operands])
+
+
+def test_a_call_tells_all_peers_and_counts_on() -> None:
+    world = World()
+    for rank in range(W):
+        world.plant(rank, [r for r in range(W) if r != rank])
+        assert torch.equal(world.reduce(rank).view(torch.int32), world.want(rank).view(torch.int32))
+        assert world.control[rank][GENERATION] == world.generation
+        assert world.control[rank][FINISHED] == 0
+        assert world.pages[rank].eq(0).all()
+        for peer in range(W):
+            assert world.control[peer][WORDS + rank] == world.generation
+            assert world.control[peer][WORDS + W + rank] == world.generation
+            head = HEADS + HEAD * rank
+            told = world.control[peer][head : head + HEAD].tolist()
+            assert told == [world.told.what, world.told.shape, world.told.tokens]
+
+
+def test_the_exact_executor_has_the_same_frame() -> None:
+    world = World()
+    world.plant(1, [0, 2])
+    assert torch.equal(world.reduce(1, "exact").view(torch.int32), world.want(1, EXACT).view(torch.int32))
+
+
+def test_a_missing_rank_costs_one_wait_and_leaves_a_record_everywhere() -> None:
+    world = World()
+    world.plant(0, [1])
+    assert world.reduce(0).isnan().all()
+    for peer in range(W):
+        assert world.control[peer][LOST] == 1
+        assert world.control[peer][RECORDS : RECORDS + RECORD].tolist() == [world.generation, 1 << 2, 0, 0]
+    assert world.pages[0][barrier.PAGE_LOST.value] == 1
+    assert world.control[0][GENERATION] == 1 << 40, "a lost call does not count"
+
+
+def test_after_a_fault_a_late_rank_gets_nan_and_signals_nothing() -> None:
+    world = World()
+    world.plant(0, [1])
+    world.reduce(0)
+    world.plant(2, [0, 1])  # all flags are there, but the group has given up
+    assert world.reduce(2).isnan().all()
+    assert world.control[0][WORDS + 2] == 0
+    assert world.pages[2][barrier.PAGE_LOST.value] == 1
+
+
+def test_a_new_epoch_does_not_take_old_flags_for_new() -> None:
+    world = World()
+    world.plant(0, [1, 2])
+    world.control[0][GENERATION] = 2 << 40  # recovered: the flags of epoch 1 are behind now
+    assert world.reduce(0).isnan().all()
+
+
+def test_leaving_waits_too() -> None:
+    world = World()
+    world.plant(0, [1, 2])
+    world.control[0][WORDS + W + 2] = 0  # rank 2 arrived and has not left
+    assert torch.equal(world.reduce(0), world.want(0))
+    assert world.control[1][RECORDS : RECORDS + RECORD].tolist() == [world.generation, 1 << 2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [
+        ("contract", sign("combine", torch.float32, EXACT, HIDDEN, (0, 256), W * ROWS, (ROWS,) * W)),
+        ("dtype", sign("combine", torch.bfloat16, ORDERED, HIDDEN, (0, 256), W * ROWS, (ROWS,) * W)),
+        ("hidden", sign("combine", torch.float32, ORDERED, HIDDEN + 1, (0, 256), W * ROWS, (ROWS,) * W)),
+        ("rows", sign("combine", torch.float32, ORDERED, HIDDEN, (0, 256), W * ROWS + 1, (ROWS,) * W)),
+        ("splits", sign("combine", torch.float32, ORDERED, HIDDEN, (0, 256), W * ROWS, (ROWS + 1, ROWS - 1, ROWS))),
+        ("place", sign("combine", torch.float32, ORDERED, HIDDEN, (0, 512), W * ROWS, (ROWS,) * W)),
+        ("dispatch", sign("dispatch", torch.float32, None, HIDDEN, (0, 256), ROWS, (ROWS,) * W)),
+    ],
+)
+def test_headers_that_differ_reach_the_host(field: str, other: Signature) -> None:
+    world = World()
+    world.plant(0, [1])
+    world.plant(0, [2], other)
+    assert world.reduce(0).isnan().all()
+    page = world.pages[0]
+    assert page[barrier.PAGE_LOST.value] == 1 and page[barrier.PAGE_DIFFERENT.value] == world.generation
+    start = barrier.PAGE_HEADS.value
+    heads = page[start : start + 3 * W].view(W, 3).tolist()
+    assert heads[0] == [world.told.what, world.told.shape, world.told.tokens]
+    assert describe(*heads[0]) == describe(*heads[1])
+    assert describe(*heads[0]) != describe(*heads[2])
+    assert field in describe(*heads[2])
+
+
+def test_a_window_is_told_apart_by_its_parameters() -> None:
+    told = [
+        sign("combine", torch.float32, Contract("window", p), 8, (0, 0), 4, (2, 2)) for p in ((16, 95, 86), (16, 95, 85))
+    ]
+    assert told[0] != told[1]
+    assert "window(16,95,86)/1" in describe(told[0].what, told[0].shape, told[0].tokens)
