@@ -11,6 +11,10 @@ class NotInitialized(BicommError):
     """A collective was called before `bicomm.init()`."""
 
 
+class LaunchError(BicommError):
+    """The environment does not say who the ranks are, says it in two ways, or the ranks cannot find each other."""
+
+
 class PeerTimeout(BicommError):
     """Some ranks did not arrive in time, or died. The communicator raises this until all ranks call `recover()`.
 

@@ -254,7 +254,8 @@ def _host(job: Path, size: int, forked: bool, work: Mapping[str, Any]) -> int:
 
     def stop(number: int, frame: FrameType | None) -> None:
         for pid in ranks:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         os._exit(1)
 
     signal.signal(signal.SIGTERM, stop)
