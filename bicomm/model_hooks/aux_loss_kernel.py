@@ -1,0 +1,192 @@
+"""The blocked auxiliary loss as Triton kernels: the bits of `aux_loss.definition` at the speed of reading probs once.
+
+Forward: one block a part of the rows writes one fp32 partial, already scaled by C; the block that arrives last (an
+integer ticket tells) adds the partials. No float atomics, and nothing depends on the number of SMs.
+Scratch is kept per device and stream. Under graph capture, and with a caller's workspace, a second launch adds the
+partials instead, so that no counter has to be zero beforehand and each captured call owns its buffer.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bicomm.model_hooks import pinned_triton as pin
+from bicomm.model_hooks.aux_loss import BLOCKS, WIDE_COUNTS, Partition
+
+NUM_BLOCKS = tl.constexpr(BLOCKS)
+UNROLL = 4  # loads in flight before the additions that need them: hides latency, the additions keep their order
+
+
+@triton.jit
+def _constant(c_host, total, start, DEVICE_TOTAL: tl.constexpr):
+    if DEVICE_TOTAL and total.dtype.element_ty == tl.float32:
+        c = tl.load(total)
+    elif DEVICE_TOTAL:
+        t = tl.load(total)
+        f = tl.maximum(t, 1).to(tl.float32)
+        c = tl.where(t > 0, tl.div_rn(tl.div_rn(start, f), f), 0.0)
+    else:
+        c = c_host
+    return c
+
+
+@triton.jit
+def _times_counts(x, counts, pointer, mask, WIDE: tl.constexpr):
+    n = tl.load(counts + pointer, mask=mask, other=0)
+    hi = n.to(tl.float32)
+    out = x * hi
+    if WIDE:
+        lo = (n.to(tl.int64) - hi.to(tl.int64)).to(tl.float32)
+        out = out + x * lo
+    return out
+
+
+@triton.jit
+def _finish(partials, loss, const, c, blocks):
+    i = tl.arange(0, NUM_BLOCKS)
+    # .cg: read from L2, where the other blocks' partials are; this SM's L1 may hold older lines
+    p = tl.load(partials + i, mask=i < blocks, other=0.0, cache_modifier=".cg")
+    total = tl.sum(pin.fixed_sum(p, 0), axis=0)
+    tl.store(const, c)
+    tl.store(const + 1, total)
+    tl.store(loss, pin.narrow(total, loss.dtype.element_ty))
+
+
+@triton.jit
+def aux_loss_partials(
+    probs, counts, padding, total, partials, ticket, loss, const, c_host, start, rows, cols, row_stride, rows_per_block,
+    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, DEVICE_TOTAL: tl.constexpr, WIDE: tl.constexpr,
+    PADDING: tl.constexpr, UNROLL: tl.constexpr, FINISH: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    first = block.to(tl.int64) * rows_per_block
+    last = tl.minimum(first + rows_per_block, rows)
+    lane_row = tl.arange(0, TILE_ROWS)[:, None]
+    lane_col = tl.arange(0, TILE_COLS)[None, :]
+    partial = tl.zeros([1, 1], tl.float32)
+    for col in range(0, cols, TILE_COLS):
+        c_index = col + lane_col
+        acc = tl.zeros([TILE_ROWS, TILE_COLS], tl.float32)
+        for base in range(0, rows_per_block, TILE_ROWS * UNROLL):
+            for u in tl.static_range(UNROLL):
+                r = first + base + u * TILE_ROWS + lane_row
+                # a lane row beyond the block belongs to the next block: masked, so that it is added once
+                mask = (r < last) & (c_index < cols)
+                if PADDING:
+                    mask = mask & (tl.load(padding + r, mask=r < last, other=1) == 0)
+                acc += tl.load(probs + r * row_stride + c_index, mask=mask, other=0.0).to(tl.float32)
+        weighted = _times_counts(acc, counts, c_index, c_index < cols, WIDE)
+        partial += pin.fixed_sum(tl.reshape(weighted, (1, TILE_ROWS * TILE_COLS)), 1)
+    c = _constant(c_host, total, start, DEVICE_TOTAL)
+    tl.store(partials + block, tl.sum(tl.sum(partial * c, axis=1), axis=0))
+    if FINISH:
+        tl.debug_barrier()
+        blocks = tl.num_programs(0)
+        arrived = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu")
+        if arrived == blocks - 1:
+            _finish(partials, loss, const, c, blocks)
+            tl.store(ticket, 0)
+
+
+@triton.jit
+def aux_loss_finish(partials, total, loss, const, c_host, start, blocks, DEVICE_TOTAL: tl.constexpr):
+    _finish(partials, loss, const, _constant(c_host, total, start, DEVICE_TOTAL), blocks)
+
+
+@triton.jit
+def aux_loss_backward(
+    const, counts, padding, grad, grad_probs, rows, cols, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
+    WIDE: tl.constexpr, PADDING: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None].to(tl.int64)
+    c_index = tl.program_id(1) * TILE_COLS + tl.arange(0, TILE_COLS)[None, :]
+    row = _times_counts(tl.load(const), counts, c_index, c_index < cols, WIDE) * tl.load(grad).to(tl.float32)
+    row = tl.broadcast_to(pin.narrow(row, grad_probs.dtype.element_ty), (TILE_ROWS, TILE_COLS))
+    if PADDING:
+        row = tl.where(tl.load(padding + r, mask=r < rows, other=1) == 0, row, 0.0)
+    tl.store(grad_probs + r * cols + c_index, row, mask=(r < rows) & (c_index < cols))
+
+
+# --------------------------------------------------------------------------------------------------------- launchers
+
+_scratch: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+
+def _scratch_of_stream(device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """(partials, ticket) of this device and stream, or None where a graph is captured or there is no stream."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None
+    key = (device.index or 0, torch.cuda.current_stream(device).cuda_stream)
+    if key not in _scratch:
+        _scratch[key] = (
+            torch.empty(BLOCKS, dtype=torch.float32, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+        )
+    return _scratch[key]
+
+
+def _launch(
+    probs: Tensor, counts: Tensor, c: float | Tensor, start: float, padding_mask: Tensor | None, loss: Tensor,
+    const: Tensor, partials: Tensor, ticket: Tensor | None,
+) -> None:  # fmt: skip
+    """c: the constant, or the total T as an int64 tensor, or the constant as an fp32 tensor."""
+    x = probs if probs.stride(1) == 1 or probs.shape[1] == 1 else probs.contiguous()
+    rows, cols = x.shape
+    p = Partition.of(rows, cols)
+    device_total = isinstance(c, Tensor)
+    c_host = 0.0 if isinstance(c, Tensor) else c
+    total = c if isinstance(c, Tensor) else counts
+    aux_loss_partials[(p.blocks,)](
+        x, counts.contiguous(), x if padding_mask is None else padding_mask.contiguous().view(torch.uint8), total,
+        partials, partials if ticket is None else ticket, loss, const, c_host, start,
+        rows, cols, x.stride(0), p.rows_per_block,
+        TILE_ROWS=p.tile_rows, TILE_COLS=p.tile_cols, DEVICE_TOTAL=device_total, WIDE=counts.dtype in WIDE_COUNTS,
+        PADDING=padding_mask is not None, UNROLL=min(UNROLL, p.steps), FINISH=ticket is not None,
+        num_warps=8 if p.tile_rows * p.tile_cols >= 1024 else 4, enable_fp_fusion=False,
+    )  # fmt: skip
+    if ticket is None:
+        aux_loss_finish[(1,)](
+            partials, total, loss, const, c_host, start, p.blocks, DEVICE_TOTAL=device_total, num_warps=1,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def forward(
+    probs: Tensor, counts: Tensor, c: float | Tensor, start: float, padding_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(loss, const_buf). c: C, or T as a 0-dim int64 tensor, or C as a 0-dim fp32 tensor; start = E * coeff / topk."""
+    loss = torch.empty((), dtype=probs.dtype, device=probs.device)
+    const = torch.empty(2, dtype=torch.float32, device=probs.device)
+    kept = _scratch_of_stream(probs.device)
+    partials = torch.empty(BLOCKS, dtype=torch.float32, device=probs.device) if kept is None else kept[0]
+    _launch(probs, counts, c, start, padding_mask, loss, const, partials, None if kept is None else kept[1])
+    return loss, const
+
+
+def forward_out(
+    probs: Tensor, counts: Tensor, c: float | Tensor, start: float, padding_mask: Tensor | None, out: Tensor,
+    const: Tensor, workspace: Tensor,
+) -> None:  # fmt: skip
+    """The same into given memory, in two launches, with the caller's workspace."""
+    _launch(probs, counts, c, start, padding_mask, out, const, workspace, None)
+
+
+def backward(
+    const: Tensor, counts: Tensor, grad: Tensor, rows: int, dtype: torch.dtype, padding_mask: Tensor | None
+) -> Tensor:
+    """d probs [rows, cols] in `dtype`."""
+    cols = counts.shape[0]
+    out = torch.empty(rows, cols, dtype=dtype, device=counts.device)
+    if out.numel() == 0:
+        return out
+    tile_cols = min(triton.next_power_of_2(cols), 1024)
+    tile_rows = max(1, 4096 // tile_cols)
+    aux_loss_backward[(triton.cdiv(rows, tile_rows), triton.cdiv(cols, tile_cols))](
+        const, counts.contiguous(), counts if padding_mask is None else padding_mask.contiguous().view(torch.uint8),
+        grad, out, rows, cols, TILE_ROWS=tile_rows, TILE_COLS=tile_cols, WIDE=counts.dtype in WIDE_COUNTS,
+        PADDING=padding_mask is not None, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
