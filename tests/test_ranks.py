@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from ranks import LAUNCHERS, RanksFailed, run_ranks
 
 

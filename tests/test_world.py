@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 
 import bicomm.world as world
 from bicomm.errors import LaunchError, NotInitialized
 from bicomm.rendezvous import slurm_ports
-from ranks import run_ranks
 
 
 def _sum(w: world.World) -> int:
