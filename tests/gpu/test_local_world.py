@@ -1,0 +1,472 @@
+"""Eight ranks in one process on one GPU: every mode, graphs, uneven tokens on the device, zero-copy, faults, delays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import bicomm
+from bicomm.communicator import Communicator
+from bicomm.contract import Contract
+from bicomm.gpu_group import rehearsal
+
+W = 8
+DEVICE = torch.device("cuda")
+MODES = ["ordered", "exact", "multimem", "fp64", "window(16,95,86)", "window(8,40,33)"]
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int32 if x.element_size() == 4 else torch.int16)
+
+
+def issue(comms: list[Communicator], call: Callable[[Communicator], Any]) -> list[Any]:
+    """Make one call on every rank, each on its own stream, from this thread."""
+    results = []
+    for comm in comms:
+        with torch.cuda.stream(comm.stream):
+            results.append(call(comm))
+    return results
+
+
+def run(comms: list[Communicator], call: Callable[[Communicator], Any], rehearse: bool = True) -> list[Any]:
+    """The call on all ranks, kernels loaded before, and its results once all are there."""
+    torch.cuda.synchronize()
+    if rehearse:
+        with rehearsal(comms):
+            issue(comms, call)
+    results = issue(comms, call)
+    torch.cuda.synchronize()
+    for comm in comms:
+        comm.check()
+    return results
+
+
+def partials(rows: int, hidden: int, seed: int = 0, kind: str = "wide") -> list[torch.Tensor]:
+    """Different data on every rank: exponents spread over +-20 binades, with ties, dust and cancellations planted."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(W, rows, hidden, generator=generator)
+    if kind == "wide":
+        x *= torch.exp2(torch.randint(-20, 20, (W, rows, hidden), generator=generator).float())
+        for column, values in enumerate(
+            ([1.0, 2.0**-24, 2.0**-60], [2.0**60, 1.0, -(2.0**60)], [-128.0, 64.0, 64.0, 2.0**-33, 2.0**-60])
+        ):
+            if column < hidden:
+                x[:, ::2, column] = 0.0
+                x[: len(values), ::2, column] = torch.tensor(values)[:, None]
+    return [t.to(DEVICE) for t in x]
+
+
+@pytest.fixture
+def comms() -> Iterator[list[Communicator]]:
+    made = bicomm.local_world(W, device=DEVICE, timeout=4.0)
+    yield made
+    torch.cuda.synchronize()
+    for comm in made:
+        comm.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("splits", "hidden"), [((3,) * 8, 2048), ((5, 0, 1, 9, 0, 0, 2, 30), 2050), ((1, 2, 0, 4, 5, 6, 7, 0), 7)]
+)
+def test_every_mode_gives_its_contracts_bits(
+    comms: list[Communicator], mode: str, splits: tuple[int, ...], hidden: int
+) -> None:
+    x = partials(sum(splits), hidden)
+    contract = comms[0].plan(mode).contract
+    for dtype in (torch.float32, torch.bfloat16):
+        outs = run(comms, lambda comm: comm.combine(x[comm.rank], mode, splits=splits, out_dtype=dtype))
+        want = contract.sum([t.cpu() for t in x], out_dtype=dtype)
+        assert torch.equal(bits(torch.cat(outs).cpu()), bits(want))
+
+
+def test_a_sum_in_another_order_differs(comms: list[Communicator]) -> None:
+    """The twin: without a contract the bits do depend on the order of the ranks."""
+    x = partials(64, 512)
+    assert not torch.equal(torch.stack(x).sum(0), torch.stack(x[::-1]).sum(0)) or not torch.equal(
+        Contract("ordered").sum(x), Contract("ordered").sum(x[::-1])
+    )
+
+
+@pytest.mark.parametrize("mode", ["ordered", "exact"])
+def test_graphs_replay_with_other_data_and_other_token_counts(comms: list[Communicator], mode: str) -> None:
+    rows, hidden = 32, 256
+    x = partials(rows, hidden)
+    counts = [torch.full((W,), rows // W, dtype=torch.int64, device=DEVICE) for _ in range(W)]
+    outs = [torch.empty(rows, hidden, device=DEVICE) for _ in range(W)]
+
+    def call(comm: Communicator) -> torch.Tensor:
+        return comm.combine(x[comm.rank], mode, splits=counts[comm.rank], out=outs[comm.rank], capacity=rows)
+
+    run(comms, call)
+    graphs = []
+    for comm in comms:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=comm.stream):
+            call(comm)
+            call(comm)
+        graphs.append(graph)
+    contract = Contract.parse(mode)
+    generator = torch.Generator().manual_seed(1)
+    for replay in range(1000):
+        look = replay % 100 == 0 or replay < 5
+        if look:
+            fresh = partials(rows, hidden, seed=replay)
+            cuts = torch.sort(torch.randint(0, rows + 1, (W - 1,), generator=generator))[0].tolist()
+            shares = [b - a for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]
+            if replay % 200 == 0:
+                shares[3] = 0  # fewer tokens than the capacity: the rest is neither read nor written
+            for r in range(W):
+                x[r].copy_(fresh[r])
+                x[r][sum(shares) :] = float("nan")
+                counts[r].copy_(torch.tensor(shares))
+                outs[r].fill_(float("nan"))
+            torch.cuda.synchronize()
+        for comm, graph in zip(comms, graphs, strict=True):
+            with torch.cuda.stream(comm.stream):
+                graph.replay()
+        if look:
+            torch.cuda.synchronize()
+            start = 0
+            for r in range(W):
+                comms[r].check()
+                want = contract.sum([t[start : start + shares[r]].cpu() for t in x])
+                assert torch.equal(bits(outs[r][: shares[r]].cpu()), bits(want)), (replay, r)
+                assert outs[r][shares[r] :].isnan().all()
+                start += shares[r]
+    torch.cuda.synchronize()
+    for comm in comms:
+        comm.check()
+
+
+def test_dispatch_and_counts_in_a_graph(comms: list[Communicator]) -> None:
+    capacity, hidden = 6, 40
+    x = [torch.randn(capacity, hidden, device=DEVICE, dtype=torch.bfloat16) for _ in range(W)]
+    own = [torch.tensor([r % 4], device=DEVICE) for r in range(W)]
+    outs = [torch.full((capacity * W, hidden), float("nan"), device=DEVICE, dtype=torch.bfloat16) for _ in range(W)]
+
+    def call(comm: Communicator) -> torch.Tensor:
+        counts = comm.exchange_counts(own[comm.rank])
+        comm.dispatch(x[comm.rank], splits=counts, out=outs[comm.rank], capacity=capacity * W)
+        return counts
+
+    run(comms, call)
+    graphs = []
+    for comm in comms:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=comm.stream):
+            call(comm)
+        graphs.append(graph)
+    for step in range(6):
+        sizes = [(r + step) % (capacity + 1) for r in range(W)]
+        for r in range(W):
+            own[r].fill_(sizes[r])
+            x[r].normal_()
+            x[r][sizes[r] :] = float("nan")
+            outs[r].fill_(float("inf"))
+        torch.cuda.synchronize()
+        for comm, graph in zip(comms, graphs, strict=True):
+            with torch.cuda.stream(comm.stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        want = torch.cat([x[r][: sizes[r]] for r in range(W)])
+        for r in range(W):
+            comms[r].check()
+            assert torch.equal(bits(outs[r][: sum(sizes)]), bits(want))
+            assert outs[r][sum(sizes) :].isinf().all()
+
+
+def test_two_communicators_in_one_graph() -> None:
+    first, second = (bicomm.local_world(W, device=DEVICE, timeout=4.0) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        b.stream = a.stream
+    x = partials(16, 64)
+
+    def call(a: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        one = a.combine(x[a.rank], "ordered")
+        return one, second[a.rank].combine(x[a.rank], "exact")
+
+    torch.cuda.synchronize()
+    with rehearsal(first), rehearsal(second):
+        issue(first, call)
+    graphs, results = [], []
+    for comm in first:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=comm.stream):
+            results.append(call(comm))
+        graphs.append(graph)
+    for _ in range(20):
+        for comm, graph in zip(first, graphs, strict=True):
+            with torch.cuda.stream(comm.stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for number, mode in enumerate(("ordered", "exact")):
+        got = torch.cat([pair[number] for pair in results]).cpu()
+        assert torch.equal(bits(got), bits(Contract.parse(mode).sum([t.cpu() for t in x])))
+
+
+def test_capture_before_the_memory_exists_says_what_to_call() -> None:
+    comms = bicomm.local_world(2, device=DEVICE, timeout=2.0)
+    x = torch.randn(4, 8, device=DEVICE)
+    with pytest.raises(bicomm.CaptureError, match="comm.reserve"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        comms[0].combine(x, "ordered")
+
+
+def test_zero_copy_reads_the_acquired_buffer_in_place(comms: list[Communicator]) -> None:
+    x = partials(16, 64)
+    held = [comm.acquire(16, 64) for comm in comms]
+    buffers = [context.__enter__() for context in held]
+    for buffer, data in zip(buffers, x, strict=True):
+        buffer.copy_(data)
+    outs = run(comms, lambda comm: comm.combine(buffers[comm.rank], "exact"))
+    assert torch.equal(bits(torch.cat(outs).cpu()), bits(Contract("exact").sum([t.cpu() for t in x])))
+    out = [torch.empty(2, 64, device=DEVICE) for _ in range(W)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        issue(comms, lambda comm: comm.combine(buffers[comm.rank], "exact", out=out[comm.rank]))
+        torch.cuda.synchronize()
+    names = [event.key for event in profile.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert names and all("exact" in name for name in names), names
+    for context in held:
+        context.__exit__(None, None, None)
+
+
+def test_a_write_after_release_is_caught_in_debug_mode() -> None:
+    comm = bicomm.local_world(1, device=DEVICE)[0]
+    comm.debug = True
+    with comm.acquire(4, 8) as buffer:
+        buffer.fill_(1.0)
+    comm.combine(torch.ones(4, 8, device=DEVICE), "exact")
+    with comm.acquire(4, 8) as buffer:
+        buffer.fill_(1.0)
+    buffer.fill_(2.0)
+    with pytest.raises(RuntimeError, match="after it was released"):
+        comm.combine(torch.ones(4, 8, device=DEVICE), "exact")
+
+
+def owner_case(ep: int, experts: int, tokens: int, k: int, hidden: int, seed: int) -> tuple[Any, ...]:
+    """Rows of every (expert, token), placed on `ep` ranks by a seeded permutation of the experts; the same rows for any."""
+    generator = torch.Generator().manual_seed(7)
+    rows = (torch.randn(experts, tokens, hidden, generator=generator) * 8).bfloat16()
+    chosen = torch.stack([torch.randperm(experts, generator=generator)[:k] for _ in range(tokens)])
+    chosen[0, -1] = -1  # a slot that is not routed
+    weights = torch.rand(tokens, k, generator=generator)
+    shuffle = torch.randperm(experts, generator=torch.Generator().manual_seed(seed))
+    rank_of_expert = torch.empty(experts, dtype=torch.int64)
+    local = torch.empty(experts, dtype=torch.int64)
+    blocks: list[list[torch.Tensor]] = [[] for _ in range(ep)]
+    for place, expert in enumerate(shuffle.tolist()):
+        rank_of_expert[expert] = place % ep
+        local[expert] = len(blocks[place % ep])
+        blocks[place % ep].append(rows[expert])
+    routed = chosen >= 0
+    rank = torch.where(routed, rank_of_expert[chosen.clamp(min=0)], -1)
+    row = torch.where(routed, local[chosen.clamp(min=0)] * tokens + torch.arange(tokens)[:, None], 10**6)
+    return [torch.cat(block).to(DEVICE) for block in blocks], row.to(DEVICE), rank.to(DEVICE), weights.to(DEVICE)
+
+
+@pytest.mark.parametrize("product", [torch.float32, torch.bfloat16])
+def test_owner_has_the_same_bits_for_any_ep_size_and_placement(product: torch.dtype) -> None:
+    tokens, results = 24, []
+    for ep, seed in ((1, 0), (2, 0), (4, 1), (8, 2), (8, 3)):
+        comms = bicomm.local_world(ep, device=DEVICE, timeout=4.0)
+        rows, row, rank, weights = owner_case(ep, 16, tokens, 8, 264, seed)
+        share = tokens // ep
+        held = [comm.acquire(rows[comm.rank].shape[0], 264, torch.bfloat16) for comm in comms]
+        buffers = [context.__enter__() for context in held]
+        for buffer, data in zip(buffers, rows, strict=True):
+            buffer.copy_(data)
+
+        def call(comm: Communicator) -> torch.Tensor:
+            mine = slice(comm.rank * share, (comm.rank + 1) * share)
+            return comm.combine_rows(buffers[comm.rank], row[mine], rank[mine], weights[mine], product_dtype=product)
+
+        results.append(torch.cat(run(comms, call)).cpu())
+    for other in results[1:]:
+        assert torch.equal(bits(results[0]), bits(other))
+    rows, row, rank, weights = owner_case(1, 16, tokens, 8, 264, 0)
+    addends = torch.stack([rows[0].cpu()[row.cpu()[:, s].clamp(max=rows[0].shape[0] - 1)].float() for s in range(8)])
+    addends = (addends * weights.cpu().t()[:, :, None]).to(product).float() * (rank.cpu().t() >= 0)[:, :, None]
+    assert torch.equal(bits(results[0]), bits(Contract("exact").sum(addends)))
+
+
+def test_a_missing_rank_is_named_and_recover_mends_it(comms: list[Communicator]) -> None:
+    x = partials(16, 64)
+
+    def call(comm: Communicator) -> torch.Tensor:
+        return comm.combine(x[comm.rank], "ordered")
+
+    good = torch.cat(run(comms, call))
+    lazy = comms[5]
+    outs = issue([comm for comm in comms if comm is not lazy], call)
+    torch.cuda.synchronize()
+    assert all(out.isnan().all() for out in outs)
+    for comm in comms:
+        if comm is lazy:
+            continue
+        with pytest.raises(bicomm.PeerTimeout, match="rank") as caught:
+            comm.check()
+        assert caught.value.missing == (5,)
+    with pytest.raises(bicomm.PeerTimeout), torch.cuda.stream(lazy.stream):
+        call(lazy)
+        torch.cuda.synchronize()
+        lazy.check()
+    for comm in comms:
+        comm.recover()
+    assert torch.equal(torch.cat(run(comms, call, rehearse=False)), good)
+
+
+def test_48_captured_calls_cost_one_time_out(comms: list[Communicator]) -> None:
+    x = partials(8, 64)
+    outs = [torch.empty(1, 64, device=DEVICE) for _ in range(W)]
+
+    def call(comm: Communicator) -> torch.Tensor:
+        return comm.combine(x[comm.rank], "exact", out=outs[comm.rank])
+
+    run(comms, call)
+    graphs = []
+    for comm in comms:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=comm.stream):
+            for _ in range(48):
+                call(comm)
+        graphs.append(graph)
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record(comms[0].stream)
+    for comm, graph in list(zip(comms, graphs, strict=True))[:-1]:
+        with torch.cuda.stream(comm.stream):
+            graph.replay()
+    end.record(comms[0].stream)
+    torch.cuda.synchronize()
+    assert begin.elapsed_time(end) < 1.5 * 4000
+    for comm in comms:
+        comm.recover()
+    for comm, graph in zip(comms, graphs, strict=True):  # the same graphs work in the new epoch
+        with torch.cuda.stream(comm.stream):
+            graph.replay()
+    torch.cuda.synchronize()
+    for comm in comms:
+        comm.check()
+    assert torch.equal(bits(torch.cat(outs).cpu()), bits(Contract("exact").sum([t.cpu() for t in x])))
+
+
+def test_ranks_that_enter_different_calls_learn_both_sides(comms: list[Communicator]) -> None:
+    x = partials(16, 64)
+    run(comms, lambda comm: comm.combine(x[comm.rank], "ordered"))
+    run(comms, lambda comm: comm.combine(x[comm.rank], "exact"))
+    outs = issue(comms, lambda comm: comm.combine(x[comm.rank], "exact" if comm.rank == 2 else "ordered"))
+    torch.cuda.synchronize()
+    assert all(out.isnan().all() for out in outs)
+    for comm in comms:
+        with pytest.raises(bicomm.CallMismatch, match=r"contract=ordered/1.*rank 2.*contract=exact/1"):
+            comm.check()
+        comm.recover()
+    run(comms, lambda comm: comm.combine(x[comm.rank], "ordered"), rehearse=False)
+
+
+def test_a_refusal_reaches_the_others(comms: list[Communicator]) -> None:
+    x = partials(16, 64)
+    run(comms, lambda comm: comm.combine(x[comm.rank], "ordered"))
+    run(comms, lambda comm: comm.barrier())
+    wrong = x[1].bfloat16()  # made before any rank waits: even a cast loads a kernel
+    torch.cuda.synchronize()
+    for comm in comms:
+        with torch.cuda.stream(comm.stream):
+            if comm.rank == 1:
+                with pytest.raises(TypeError, match="bfloat16"):
+                    comm.combine(wrong, "ordered")
+            else:
+                comm.combine(x[comm.rank], "ordered")
+    torch.cuda.synchronize()
+    for comm in comms:
+        with pytest.raises(bicomm.PeerRefused, match="rank 1: TypeError"):
+            comm.check()
+        comm.recover()
+    run(comms, lambda comm: comm.combine(x[comm.rank], "ordered"), rehearse=False)
+
+
+def test_abort_reaches_all_and_ends_waiting_kernels(comms: list[Communicator]) -> None:
+    x = partials(16, 64)
+    run(comms, lambda comm: comm.combine(x[comm.rank], "ordered"))
+    comms[0].abort("the engine is shutting down")
+    for comm in comms:
+        with pytest.raises(bicomm.Aborted, match="shutting down"), torch.cuda.stream(comm.stream):
+            comm.combine(x[comm.rank], "ordered")
+            torch.cuda.synchronize()
+            comm.check()
+        comm.recover()
+    run(comms, lambda comm: comm.combine(x[comm.rank], "ordered"), rehearse=False)
+
+
+def test_random_delays_change_nothing(comms: list[Communicator]) -> None:
+    rows, hidden = 16, 96
+    x = partials(rows, hidden)
+    run(comms, lambda comm: comm.combine(x[comm.rank], "ordered"))
+    generator = torch.Generator().manual_seed(3)
+    for turn in range(30):
+        fresh = partials(rows, hidden, seed=turn)
+        order = torch.randperm(W, generator=generator).tolist()
+        torch.cuda.synchronize()
+
+        def call(comm: Communicator) -> torch.Tensor:
+            torch.cuda._sleep(int(torch.randint(0, 400_000, (), generator=generator)))
+            one = comm.combine(fresh[comm.rank], "ordered")
+            torch.cuda._sleep(int(torch.randint(0, 400_000, (), generator=generator)))
+            return one + 0 * comm.combine(fresh[comm.rank].flip(0).contiguous(), "ordered")
+
+        outs = dict(zip(order, issue([comms[r] for r in order], call), strict=True))
+        torch.cuda.synchronize()
+        for comm in comms:
+            comm.check()
+        want = Contract("ordered").sum([t.cpu() for t in fresh])
+        assert torch.equal(torch.cat([outs[r] for r in range(W)]).cpu(), want)
+
+
+def test_two_streams_of_one_rank_are_put_in_order(comms: list[Communicator]) -> None:
+    x = partials(16, 64)
+    run(comms, lambda comm: comm.combine(x[comm.rank], "ordered"))
+    others = [torch.cuda.Stream() for _ in comms]
+    for _ in range(10):
+        for comm, other in zip(comms, others, strict=True):
+            with torch.cuda.stream(comm.stream):
+                one = comm.combine(x[comm.rank], "ordered")
+            with torch.cuda.stream(other):
+                two = comm.combine(x[comm.rank], "ordered")
+        torch.cuda.synchronize()
+        for comm in comms:
+            comm.check()
+    assert torch.equal(one, two)
+
+
+def test_memory_is_given_back_and_taken_again(comms: list[Communicator]) -> None:
+    x = partials(16, 64)
+    before = run(comms, lambda comm: comm.combine(x[comm.rank], "exact"))
+    held = comms[0].memory()["held"]
+    for comm in comms:
+        comm.suspend()
+    assert comms[0].memory()["held"] < held
+    after = run(comms, lambda comm: comm.combine(x[comm.rank], "exact"))
+    assert torch.equal(torch.cat(before), torch.cat(after))
+
+
+def test_gradients_are_dispatch_and_combine(comms: list[Communicator]) -> None:
+    splits = (2, 0, 5, 1, 3, 0, 4, 1)
+    x = [t.requires_grad_() for t in partials(16, 64)]
+    upstream = [torch.randn(n, 64, device=DEVICE) for n in splits]
+
+    def forward(comm: Communicator) -> torch.Tensor:
+        return comm.combine(x[comm.rank], "ordered", splits=splits)
+
+    with torch.no_grad():
+        run(comms, lambda comm: comm.dispatch(upstream[comm.rank], splits=splits))
+        run(comms, lambda comm: comm.combine(x[comm.rank], "ordered", splits=splits))
+    outs = issue(comms, forward)
+    torch.cuda.synchronize()
+    grads = issue(comms, lambda comm: torch.autograd.grad(outs[comm.rank], x[comm.rank], upstream[comm.rank])[0])
+    torch.cuda.synchronize()
+    for comm in comms:
+        comm.check()
+        assert torch.equal(grads[comm.rank], torch.cat(upstream))
