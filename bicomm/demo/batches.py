@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """ids: int64 [T], which tokens of the text, in the order of the batch. splits: tokens of each rank, in this order."""
+    """ids: int64 [T], which tokens of the text, in the order of the batch. splits: how many of them each rank owns."""
 
     name: str
     ids: Tensor
@@ -36,7 +37,7 @@ def uneven(tokens: int, size: int) -> tuple[int, ...]:
     """Shares that grow with the rank from none on rank 0; one rank alone has all."""
     whole = max(1, size * (size - 1) // 2)
     edges = [rank * (rank - 1) // 2 * tokens // whole for rank in range(size)] + [tokens]
-    return tuple(after - before for before, after in zip(edges[:-1], edges[1:], strict=True))
+    return tuple(after - before for before, after in itertools.pairwise(edges))
 
 
 def first(tokens: int, size: int) -> Batch:

@@ -1,13 +1,14 @@
-"""A Mixture-of-Experts layer in the shape of Qwen3's, small and seeded, in which no row depends on the rest of the batch.
+"""A Mixture-of-Experts layer in the shape of Qwen3's, small and seeded; no row depends on the rest of the batch.
 
 Router: softmax over all experts, the top-k of it, renormalised. Expert: SwiGLU, with the router's weight at the
-activation, so that the combine is a plain sum. Everything that reduces along a row runs in tiles of 64 rows, the last one
-padded with zeros: a GEMM may add in another order for another number of rows, and here it always gets the same number.
+activation, so that the combine is a plain sum. Everything that reduces along a row runs in tiles of 64 rows, the last
+one padded with zeros: a GEMM may add in another order for other numbers of rows, so here it always gets the same one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import torch
@@ -56,7 +57,7 @@ def in_tiles(work: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def weights(shape: tuple[int, ...], fan_in: int, seed: int, device: torch.device) -> Tensor:
     """Normal weights, drawn on the CPU, so that every device and every rank gets the same ones."""
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) / fan_in**0.5).to(device)
+    return (torch.randn(shape, generator=generator) / math.sqrt(fan_in)).to(device)
 
 
 class Router:
@@ -98,11 +99,11 @@ class Experts:
         return torch.cat(rows), torch.cat(slots)
 
     def _expert(self, number: int, tokens: Tensor, weight: Tensor) -> Tensor:
-        gate, up = self._in[number]
+        gate, up = self._in[number].unbind(0)
 
         def activate(tile: Tensor) -> Tensor:
             g = tile @ gate
-            return g / (torch.exp(-g) + 1.0) * (tile @ up)
+            return torch.mul(g / (torch.exp(-g) + 1.0), tile @ up)
 
         inner = in_tiles(activate, tokens) * weight.unsqueeze(1)
         return in_tiles(lambda tile: tile @ self._down[number], inner)
