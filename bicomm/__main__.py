@@ -1,0 +1,5 @@
+"""`python -m bicomm` is the `bicomm` command."""
+
+from bicomm.cli import main
+
+main()
