@@ -6,8 +6,8 @@ d probs[r, c] = (C * tokens_per_expert[c]) * d loss
 (Switch Transformer, arXiv 2101.03961; signature, shapes and dtypes of TransformerEngine's `fused_moe_aux_loss`.)
 
 The order of additions is part of the contract and depends on the shape and dtype alone, see :class:`Partition`:
-rows are cut into at most 256 blocks; a block adds its rows in chains; products with the counts and all sums across lanes
-and blocks are `pinned.fixed_sum`, which has no order; each block's partial is scaled by C before the last sum.
+rows are cut into at most 256 blocks; a block adds its rows in chains; products with the counts and all sums across
+lanes and blocks are `pinned.fixed_sum`, which has no order; each block's partial is scaled by C before the last sum.
 `definition` is that in plain torch, and the CPU path; `aux_loss_kernel.py` gives the same bits on a GPU.
 `reduction="exact"` (see `exact_loss.py`) does not depend on any partition at all.
 """
@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from bicomm.model_hooks import pinned
 
 BLOCKS = 256
+TILE = 2048  # lanes of a block that add in parallel; part of the order, so not to be tuned without a new contract
 PROB_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 COUNT_DTYPES = (torch.int16, torch.int32, torch.int64, torch.float32, torch.bfloat16)
 WIDE_COUNTS = (torch.int32, torch.int64)  # may exceed 2**24, so they enter as a sum of two fp32 values
@@ -59,8 +60,8 @@ class Partition:
     def of(cls, rows: int, cols: int) -> Partition:
         blocks = max(1, min(rows, BLOCKS))
         per_block = -(-rows // blocks)
-        tile_cols = min(1 << max(cols - 1, 0).bit_length(), 1024)
-        tile_rows = max(1, min(1 << max(per_block - 1, 0).bit_length(), 2048 // tile_cols))
+        tile_cols = min(1 << max(cols - 1, 0).bit_length(), 1024, TILE)
+        tile_rows = max(1, min(1 << max(per_block - 1, 0).bit_length(), TILE // tile_cols))
         return cls(blocks, per_block, tile_rows, tile_cols)
 
     @property
@@ -168,9 +169,7 @@ def _check(
         )
     _check_total(total, "total_num_tokens", probs.device)
     if padding_mask is not None and (
-        padding_mask.dtype != torch.bool
-        or padding_mask.shape != probs.shape[:1]
-        or padding_mask.device != probs.device
+        padding_mask.dtype != torch.bool or padding_mask.shape != probs.shape[:1] or padding_mask.device != probs.device
     ):
         raise ValueError(
             f"padding_mask is bool [{probs.shape[0]}] on {probs.device}, True where a row is padding; "
@@ -243,7 +242,7 @@ class _AuxLoss(torch.autograd.Function):
         return loss.to(probs.dtype)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         const, counts, padding_mask = ctx.saved_tensors
         if counts.is_cuda:
@@ -274,12 +273,12 @@ def fused_moe_aux_loss(
     probs              [rows, cols], fp32, fp16 or bf16: scores of this rank's tokens. cols is a multiple of num_experts
                        (a sequence loss has batch * num_experts columns).
     tokens_per_expert  [cols], int16/32/64, fp32 or bf16: tokens that chose each column, over all tokens of the loss.
-    total_num_tokens   T, all tokens of the loss: an int, or a 0-dim int64 tensor on the device, which may change between
-                       replays of a CUDA graph. An int below 1 is a ValueError; a device T below 1 gives loss 0 and
+    total_num_tokens   T, all tokens of the loss: an int, or a 0-dim int64 tensor on the device, which may change
+                       between replays of a CUDA graph. An int below 1 is a ValueError; a device T below 1 gives loss 0 and
                        gradient 0, because the host does not look at it.
     deterministic      both values give the same bits here; the argument is part of the signature.
     padding_mask       bool [rows], True where a row is padding: it never counts, whatever it holds.
-    count_total        T of tokens_per_expert where that differs from T of probs: C = E * coeff / topk / count_total / T.
+    count_total        T of tokens_per_expert where it differs from that of probs: C = E*coeff / topk / count_total / T.
     reduction          "blocked": a fixed order, see :class:`Partition`. "exact": RN32(S * C) with the exact sum S of
                        column sum times count; integer counts only. It does not depend on how rows are split.
     group              with "exact": a process group whose ranks hold the rows together. tokens_per_expert and T are

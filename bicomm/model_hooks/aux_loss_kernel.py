@@ -2,8 +2,8 @@
 
 Forward: one block a part of the rows writes one fp32 partial, already scaled by C; the block that arrives last (an
 integer ticket tells) adds the partials. No float atomics, and nothing depends on the number of SMs.
-Scratch is kept per device and stream. Under graph capture, and with a caller's workspace, a second launch adds the
-partials instead, so that no counter has to be zero beforehand and each captured call owns its buffer.
+Scratch is kept per device and stream; a call captured in a graph gets its own, from the graph's memory, with a ticket
+zeroed in the graph. With a caller's workspace, whose contents are free, a second launch adds the partials.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from bicomm.model_hooks import pinned_triton as pin
 from bicomm.model_hooks.aux_loss import BLOCKS, WIDE_COUNTS, Partition
 
 NUM_BLOCKS = tl.constexpr(BLOCKS)
+WARPS = 8
 UNROLL = 4  # loads in flight before the additions that need them: hides latency, the additions keep their order
 
 
@@ -115,17 +116,19 @@ def aux_loss_backward(
 _scratch: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
 
-def _scratch_of_stream(device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """(partials, ticket) of this device and stream, or None where a graph is captured or there is no stream."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return None
-    key = (device.index or 0, torch.cuda.current_stream(device).cuda_stream)
-    if key not in _scratch:
-        _scratch[key] = (
-            torch.empty(BLOCKS, dtype=torch.float32, device=device),
-            torch.zeros(1, dtype=torch.int32, device=device),
-        )
-    return _scratch[key]
+def _scratch_of_stream(device: torch.device) -> tuple[Tensor, Tensor]:
+    """(partials, ticket = 0): of this device and stream, fresh where a graph is captured."""
+    kept = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    key = (device.index or 0, torch.cuda.current_stream(device).cuda_stream if kept else 0)
+    if kept and key in _scratch:
+        return _scratch[key]
+    scratch = (
+        torch.empty(BLOCKS, dtype=torch.float32, device=device),
+        torch.zeros(1, dtype=torch.int32, device=device),
+    )
+    if kept:
+        _scratch[key] = scratch
+    return scratch
 
 
 def _launch(
@@ -145,7 +148,7 @@ def _launch(
         rows, cols, x.stride(0), p.rows_per_block,
         TILE_ROWS=p.tile_rows, TILE_COLS=p.tile_cols, DEVICE_TOTAL=device_total, WIDE=counts.dtype in WIDE_COUNTS,
         PADDING=padding_mask is not None, UNROLL=min(UNROLL, p.steps), FINISH=ticket is not None,
-        num_warps=8 if p.tile_rows * p.tile_cols >= 1024 else 4, enable_fp_fusion=False,
+        num_warps=WARPS if p.tile_rows * p.tile_cols >= 1024 else 4, enable_fp_fusion=False,
     )  # fmt: skip
     if ticket is None:
         aux_loss_finish[(1,)](
@@ -160,9 +163,7 @@ def forward(
     """(loss, const_buf). c: C, or T as a 0-dim int64 tensor, or C as a 0-dim fp32 tensor; start = E * coeff / topk."""
     loss = torch.empty((), dtype=probs.dtype, device=probs.device)
     const = torch.empty(2, dtype=torch.float32, device=probs.device)
-    kept = _scratch_of_stream(probs.device)
-    partials = torch.empty(BLOCKS, dtype=torch.float32, device=probs.device) if kept is None else kept[0]
-    _launch(probs, counts, c, start, padding_mask, loss, const, partials, None if kept is None else kept[1])
+    _launch(probs, counts, c, start, padding_mask, loss, const, *_scratch_of_stream(probs.device))
     return loss, const
 
 

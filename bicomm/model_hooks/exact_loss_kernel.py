@@ -110,7 +110,9 @@ def exact_finish(sums, counts, loss, c_host, c_device, cols, TILE: tl.constexpr,
     top = tl.max(tl.where(d != 0, i, 0), axis=0)
     # 48 leading bits, at least 33 of them significant, and one that says whether anything lies below: rounding to odd,
     # so that the single cast to fp32 rounds as if it saw all digits
-    w = tl.sum(tl.where(i == top, d << 32, 0) + tl.where(i == top - 1, d << 16, 0) + tl.where(i == top - 2, d, 0), axis=0)
+    w = tl.sum(
+        tl.where(i == top, d << 32, 0) + tl.where(i == top - 1, d << 16, 0) + tl.where(i == top - 2, d, 0), axis=0
+    )
     below = tl.max(tl.where((i < top - 2) & (d != 0), 1, 0), axis=0)
     exponent = 16 * (top - 2) - 149 + tl.maximum(c_field, 1) - 150 - 1
     unit = ((exponent + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
@@ -143,7 +145,8 @@ def finish(sums: Tensor, counts: Tensor, c: float | Tensor) -> Tensor:
     loss = torch.empty((), dtype=torch.float32, device=sums.device)
     cols = sums.shape[1]
     exact_finish[(1,)](
-        sums, counts.contiguous(), loss, 0.0 if isinstance(c, Tensor) else c, c if isinstance(c, Tensor) else loss, cols,
+        sums, counts.contiguous(), loss, 0.0 if isinstance(c, Tensor) else c, c if isinstance(c, Tensor) else loss,
+        cols,
         TILE=min(triton.next_power_of_2(max(cols, 1)), 512), DEVICE_C=isinstance(c, Tensor), num_warps=4,
         enable_fp_fusion=False,
     )  # fmt: skip

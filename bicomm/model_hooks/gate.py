@@ -59,7 +59,7 @@ class _Gate(torch.autograd.Function):
         return _product(x, weight.t())
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         dx = _product(grad, weight.to(torch.float32)).to(x.dtype) if ctx.needs_input_grad[0] else None

@@ -172,7 +172,7 @@ class _ZLoss(torch.autograd.Function):
         return lse * lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         x, lse = ctx.saved_tensors
         row = grad * (lse * 2.0)

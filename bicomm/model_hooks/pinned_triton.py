@@ -101,7 +101,7 @@ def fixed_sum(x, axis: tl.constexpr):
 
 @triton.jit
 def order_key(value):
-    """An int32 that orders fp32 values: NaN below -inf, -0 equal to +0. INT32_MIN is left free for 'not a candidate'."""
+    """An int32 that orders fp32 values: NaN below -inf, -0 equal to +0. INT32_MIN is free for 'not a candidate'."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return tl.where(value != value, -2147483647, key)

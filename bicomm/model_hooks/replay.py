@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -55,7 +56,9 @@ def compare_ids(
     Raises ValueError for unequal shapes.
     """
     if live.shape != replayed.shape:
-        raise ValueError(f"ids to compare have shapes {tuple(live.shape)} (live) and {tuple(replayed.shape)} (replayed)")
+        raise ValueError(
+            f"ids to compare have shapes {tuple(live.shape)} (live) and {tuple(replayed.shape)} (replayed)"
+        )
     a = live.reshape(-1, live.shape[-1]).to(torch.int64)
     b = replayed.reshape(-1, live.shape[-1]).to(device=a.device, dtype=torch.int64)
     real = torch.ones(a.shape[0], dtype=torch.bool, device=a.device)
@@ -107,7 +110,7 @@ class Replay:
         self.position = 0
         self.differences: list[RoutingDifference] = []
 
-    def __enter__(self) -> Replay:
+    def __enter__(self) -> Self:
         self.position = 0
         _active.append(self)
         return self
@@ -118,14 +121,15 @@ class Replay:
     def _next(self, shape: tuple[int, int], name: str) -> Tensor:
         if self.position >= len(self.tape):
             raise RuntimeError(
-                f"router call {self.position} ({name or 'unnamed'}) has no recorded ids: the tape holds {len(self.tape)}"
+                f"router call {self.position} ({name or 'unnamed'}) has no ids: the tape holds {len(self.tape)} calls"
             )
         ids, recorded = self.tape.ids[self.position], self.tape.names[self.position]
         if recorded and name and recorded != name:
             raise RuntimeError(f"router call {self.position} is {name!r}, but {recorded!r} was recorded at this place")
         if ids.reshape(-1, ids.shape[-1]).shape != shape:
             raise RuntimeError(
-                f"router call {self.position} ({name or 'unnamed'}) has (tokens, k) = {shape}, recorded: {tuple(ids.shape)}"
+                f"router call {self.position} ({name or 'unnamed'}) has (tokens, k) = {shape}, "
+                f"but {tuple(ids.shape)} was recorded"
             )
         self.position += 1
         return ids.reshape(shape)
@@ -159,7 +163,9 @@ def replay(tape: RoutingTape | Sequence[Tensor], *, check: bool = False) -> Iter
         raise RuntimeError(f"the tape holds {len(running.tape)} router calls, but {running.position} were made")
 
 
-def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[object], contextlib.AbstractContextManager[object]]:
+def checkpoint_contexts() -> tuple[
+    contextlib.AbstractContextManager[object], contextlib.AbstractContextManager[object]
+]:
     """`context_fn` for torch.utils.checkpoint(use_reentrant=False): recomputation gets the ids of the first forward."""
     tape = RoutingTape()
     return _Recorder(tape), Replay(tape, recompute=True)

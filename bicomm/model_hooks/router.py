@@ -52,7 +52,9 @@ def _rule(
 
 def _check(logits: Tensor, rule: Rule, bias: Tensor | None, padding: Tensor | None, index_dtype: torch.dtype) -> None:
     if logits.dtype not in LOGIT_DTYPES or logits.dim() < 1:
-        raise TypeError(f"logits are [..., experts] in fp32, bf16, fp16 or fp64; got {logits.dtype} {tuple(logits.shape)}")
+        raise TypeError(
+            f"logits are [..., experts] in fp32, bf16, fp16 or fp64; got {logits.dtype} {tuple(logits.shape)}"
+        )
     experts = logits.shape[-1]
     if index_dtype not in INDEX_DTYPES or experts > torch.iinfo(index_dtype).max:
         raise TypeError(f"ids are int16, int32 or int64 wide enough for {experts} experts; got {index_dtype}")
@@ -135,7 +137,7 @@ class _Route(torch.autograd.Function):
         return first.contiguous(), second.contiguous(), ids
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         x, padding, ids = ctx.saved_tensors
         if _kernel(x):
@@ -273,7 +275,7 @@ class _AllScores(torch.autograd.Function):
         return scores.all_scores(x.to(torch.float32), score_function)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         if _kernel(x):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ ROUTER_CLASSES = ("Qwen3MoeTopKRouter",)
 
 
 class ReplacedRouters:
-    """What :func:`replace_routers` did. `names`: the routers, in order. `remove()` undoes it; also a context manager."""
+    """What :func:`replace_routers` did. `names`: the routers, in order. `remove()` undoes it, as leaving a `with` does."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self._modules = modules
@@ -34,7 +34,7 @@ class ReplacedRouters:
                 del module.forward
         self._modules = {}
 
-    def __enter__(self) -> ReplacedRouters:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -73,5 +73,5 @@ def replace_routers(model: nn.Module, *, aux_coeff: float = 0.0, z_coeff: float 
         if "forward" in vars(module):
             raise ValueError(f"the forward of {name} is replaced already: call remove() on what replaced it")
     for name, module in found.items():
-        module.forward = functools.partial(_forward, module, name=name, aux_coeff=aux_coeff, z_coeff=z_coeff)  # type: ignore[method-assign]
+        module.forward = functools.partial(_forward, module, name=name, aux_coeff=aux_coeff, z_coeff=z_coeff)
     return ReplacedRouters(found)

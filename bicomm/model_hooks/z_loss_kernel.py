@@ -1,4 +1,4 @@
-"""log-sum-exp of each row of router logits, and its gradient, as Triton kernels: the bits of `losses.z_loss` on a CPU."""
+"""log-sum-exp of each row of router logits, and its gradient, as Triton kernels: the bits that a CPU gives."""
 
 from __future__ import annotations
 

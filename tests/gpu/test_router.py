@@ -1,4 +1,4 @@
-"""The router on a GPU: the bits of the CPU's definition for any batch, stream and launch shape; gate, z-loss, replay."""
+"""The router on a GPU: the bits of the CPU's definition for any batch and launch shape; gate, z-loss, replay."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from router_cases import RULES, logits, same
 
 from bicomm.model_hooks import losses, replay, router, router_kernel, scores
 from bicomm.model_hooks.gate import gate
-from router_cases import RULES, logits, same
 
 CUDA = torch.device("cuda")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -136,7 +136,9 @@ def test_gate_gradients_repeat_and_dx_rows_do_not_see_the_batch() -> None:
     part = x.detach()[:65].clone().requires_grad_()
     (dx65,) = torch.autograd.grad(gate(part, w), part, g[:65])
     assert same(dx65, dx[:65])
-    assert ((dw.double() - g.double().t() @ x.double()).abs() <= 2.0**-7 * (g.double().abs().t() @ x.double().abs())).all()
+    assert (
+        (dw.double() - g.double().t() @ x.double()).abs() <= 2.0**-7 * (g.double().abs().t() @ x.double().abs())
+    ).all()
 
 
 def test_z_loss_and_counts_have_the_bits_of_the_definition() -> None:
@@ -165,7 +167,9 @@ def test_replay_and_checkpointing_on_the_gpu() -> None:
         again = router.route(other, 4)
     assert same(again.ids, first.ids)
     live = router.route(other, 4)
-    assert running.differences[0].tokens.numel() == int((live.ids.sort().values != first.ids.sort().values).any(-1).sum())
+    assert running.differences[0].tokens.numel() == int(
+        (live.ids.sort().values != first.ids.sort().values).any(-1).sum()
+    )
 
     def layer(y: torch.Tensor) -> torch.Tensor:
         return router.route(y + noise(), 4).weights
