@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bicomm.errors import BicommError as BicommError
     from bicomm.errors import CallMismatch as CallMismatch
     from bicomm.errors import CaptureError as CaptureError
+    from bicomm.errors import NoRoom as NoRoom
     from bicomm.errors import NoSharedMemory as NoSharedMemory
     from bicomm.errors import NotInitialized as NotInitialized
     from bicomm.errors import PeerRefused as PeerRefused
@@ -45,6 +46,7 @@ _HOME = {
     "BicommError": "errors",
     "CallMismatch": "errors",
     "CaptureError": "errors",
+    "NoRoom": "errors",
     "NoSharedMemory": "errors",
     "NotInitialized": "errors",
     "PeerRefused": "errors",

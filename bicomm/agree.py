@@ -5,31 +5,42 @@ A communicator uses it once, when it is made; a group of several hosts uses it a
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
+from bicomm.alive import Process
 from bicomm.errors import PeerTimeout
-from bicomm.flags import error_of
+from bicomm.flags import error_of, lost_record, short
+from bicomm.peers import boot_id
 
-_SLICE = 0.25  # seconds between two looks at the abort key
+R = TypeVar("R")
+_SLICE = 0.25  # seconds between two looks at the abort key and at the processes that are waited for
 
 
 class StoreSync:
-    """One rank's side: `exchange`, `check`, `abort` and `recover` mean what they mean in `flags.FlagSync`."""
+    """One rank's side: `exchange`, `check`, `abort`, `recover` and `close` mean what they mean in `flags.FlagSync`."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
         self._store, self.rank, self.size, self.timeout = store, rank, size, timeout
         self._epoch, self._count = 1, 0
+        self._set(f"process/{rank}", json.dumps([boot_id(), *dataclasses.astuple(Process.this())]).encode())
+
+    @property
+    def epoch(self) -> int:
+        """1, and one more after each `recover`; equal on all ranks."""
+        return self._epoch
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Give every rank this rank's message and get all of them, by rank. A full barrier."""
         self.check()
         self._count += 1
-        self._call(lambda: self._store.set(self._key(self._count, self.rank), message))
+        self._set(self._key(self._count, self.rank), message)
         keys = [self._key(self._count, rank) for rank in range(self.size)]
         self._wait(keys, recovering=False)
         messages = self._call(lambda: self._store.multi_get(keys))
@@ -39,22 +50,29 @@ class StoreSync:
 
     def check(self) -> None:
         """Raise if this epoch is lost."""
-        if self._call(lambda: self._store.check([self._lost()])):
-            raise error_of(json.loads(self._store.get(self._lost())), "this communicator's calls")
+        if self._has(self._lost()):
+            raise error_of(json.loads(self._get(self._lost())), "this communicator's calls")
 
     def abort(self, reason: str) -> None:
         """End this epoch for all ranks."""
-        self._lose({"kind": "abort", "waiting": self.rank, "reason": reason[:1000]})
+        self._lose({"kind": "abort", "waiting": self.rank, "reason": short(reason)})
 
     def recover(self) -> None:
         """Open the next epoch; entered by all ranks."""
-        self._call(lambda: self._store.set(f"recover/{self._epoch}/{self.rank}", b"1"))
+        self._set(f"recover/{self._epoch}/{self.rank}", b"1")
         self._wait([f"recover/{self._epoch}/{rank}" for rank in range(self.size)], recovering=True)
         self._epoch, self._count = self._epoch + 1, 0
 
+    def close(self) -> None:
+        """Tell the others that this rank will not come again: they need not wait for the time-out."""
+        try:
+            self._store.set(f"closed/{self.rank}", "1")
+        except RuntimeError:  # the store is gone, and with it everybody who would ask
+            pass
+
     def post(self, text: str) -> None:
         """Leave a text that other ranks may read later."""
-        self._call(lambda: self._store.set(f"text/{self.rank}", text or " "))
+        self._set(f"text/{self.rank}", text.encode(errors="replace") or b" ")
 
     def read(self, rank: int) -> str:
         """What a rank left last; waits briefly for it."""
@@ -71,38 +89,58 @@ class StoreSync:
         return f"{self._epoch}/lost"
 
     def _wait(self, keys: list[str], *, recovering: bool) -> None:
-        deadline = time.monotonic() + self.timeout
+        last = time.monotonic()
+        deadline = last + self.timeout
         while True:
             try:
                 self._store.wait(keys, timedelta(seconds=_SLICE))
                 return
-            except RuntimeError as error:  # a slice of the wait went by, or the store is gone
-                if time.monotonic() > deadline:
-                    self._give_up(keys, recovering)
-                if not recovering:
-                    self.check()
-                elif not isinstance(error, dist.DistStoreError):
-                    self._call(lambda: self._store.check(keys))
+            except RuntimeError:  # a slice of the wait went by, or the store is gone: the next look at it tells
+                now = time.monotonic()
+            if now - last > 4 * _SLICE:  # this process was stopped; so were the others, perhaps: they get that time too
+                deadline += now - last
+            last = now
+            missing = [rank for rank, key in enumerate(keys) if not self._has(key)]
+            if not missing:
+                return
+            if not recovering:
+                self.check()
+            for kind, gone in (("died", self._is_dead), ("closed", self._has_closed)):
+                if any(map(gone, missing)):
+                    self._give_up(kind, [rank for rank in missing if gone(rank)], recovering)
+            if now > deadline:
+                self._give_up("late", missing, recovering)
 
-    def _give_up(self, keys: list[str], recovering: bool) -> NoReturn:
-        missing = [rank for rank, key in enumerate(keys) if not self._call(lambda key=key: self._store.check([key]))]  # type: ignore[misc]
-        record: dict[str, object] = {
-            "kind": "late",
-            "waiting": self.rank,
-            "missing": missing,
-            "sequence": self._count,
-            "seconds": self.timeout,
-        }
+    def _is_dead(self, rank: int) -> bool:
+        if not self._has(f"process/{rank}"):
+            return False
+        boot, *process = json.loads(self._get(f"process/{rank}"))
+        return boot == boot_id() and Process(*process).is_dead()
+
+    def _has_closed(self, rank: int) -> bool:
+        return self._has(f"closed/{rank}")
+
+    def _give_up(self, kind: str, missing: list[int], recovering: bool) -> NoReturn:
+        record = lost_record(kind, self.rank, missing, self._count, self.timeout)
         if recovering:
             raise error_of(record, "recover()")
         self._lose(record)
         raise error_of(record, "this communicator's calls")
 
-    def _lose(self, record: dict[str, object]) -> None:
-        if not self._call(lambda: self._store.check([self._lost()])):
-            self._call(lambda: self._store.set(self._lost(), json.dumps(record)))
+    def _lose(self, record: Mapping[str, Any]) -> None:
+        if not self._has(self._lost()):
+            self._set(self._lost(), json.dumps(record).encode())
 
-    def _call(self, work):  # type: ignore[no-untyped-def]
+    def _has(self, key: str) -> bool:
+        return self._call(lambda: self._store.check([key]))
+
+    def _get(self, key: str) -> bytes:
+        return bytes(self._call(lambda: self._store.get(key)))
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._call(lambda: self._store.set(key, value))  # type: ignore[arg-type]  # bytes go in as they are
+
+    def _call(self, work: Callable[[], R]) -> R:
         try:
             return work()
         except RuntimeError as error:

@@ -6,63 +6,77 @@ The sum is the contract's, so the bits are those of every other transport.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from bicomm.arguments import check_gathered
 from bicomm.contract import Contract, round_output
 from bicomm.errors import CaptureError, PeerTimeout
 from bicomm.header import Header
+from bicomm.hostcalls import HostTransport
 from bicomm.slots import check_slots, weigh
 from bicomm.symmem.arenas import Place
 from bicomm.symmem.buffer import SymmetricBuffer
-from bicomm.transport import HostCalls, Rows, Shares, Sync, Transport
+from bicomm.transport import Rows, Shares, Sync
+
+R = TypeVar("R")
+_ROLL_CALL = 5.0  # seconds to see who is left after a connection broke
 
 
-class AllToAllTransport(Transport):
-    """make_group(): a process group of these ranks that nobody else uses; called by all of them, again after a fault.
+class Wire(Protocol):
+    """What is used of a back-end of torch.distributed: gloo or NCCL, of these ranks only."""
 
-    device: where the operands live. The rows are staged through the CPU where the group's back-end asks for it.
+    def name(self) -> str:
+        """`gloo` or `nccl`."""
+
+    def alltoall_base(self, output: Tensor, input: Tensor, get: list[int], give: list[int]) -> Any:
+        """Rows of `input` to each rank, rows of `output` from each rank: the work, to be waited for."""
+
+
+class AllToAllTransport(HostTransport):
+    """make_wire(): connections of these ranks that nobody else uses; called by all of them, again after a fault.
+
+    device: where the operands live. The rows are staged through the CPU where the wire asks for it.
     """
 
     name = "all-to-all (torch.distributed) and local sum"
 
-    def __init__(self, sync: Sync, make_group: Callable[[], dist.ProcessGroup], device: torch.device) -> None:
-        self.rank, self.size = sync.rank, sync.size
-        self._sync, self._make_group = sync, make_group
-        self._calls = HostCalls(sync)
-        self._group = make_group()
+    def __init__(self, sync: Sync, make_wire: Callable[[], Wire], device: torch.device) -> None:
+        super().__init__(sync)
+        self._make_wire = make_wire
         self._device = device
-        self._wire = device if device.type == "cuda" and "nccl" in dist.get_backend(self._group) else torch.device("cpu")
+        self._connections: Wire | None = make_wire()
+        self._staged = device.type == "cuda" and self._connections.name() != "nccl"
         self._next, self._held = 0, 0
 
     def combine(self, x: Tensor, splits: Shares, contract: Contract, out: Tensor, place: Place | None) -> None:
-        size, mine = self.size, splits[self.rank]
+        size, give = self.size, [int(n) for n in splits]
+        mine = give[self.rank]
 
         def consume(_: list[Header], __: None) -> None:
-            addends = self._exchange(x, list(splits), [mine] * size).view(size, mine, x.shape[1])
+            addends = self._exchange(x, give, [mine] * size).view(size, mine, x.shape[1])
             round_output(contract.sum(addends), out, out.dtype)
 
-        header = Header(0, "combine", contract.id, "float32", x.shape[1], tuple(splits), (-1, -1), x.shape[0])
-        self._run(header, consume)
+        self._run(dataclasses.replace(self.header("combine", x, splits), contract=contract.id), consume)
 
     def dispatch(self, x: Tensor, splits: Shares | None, out: Tensor | None, capacity: int | None) -> Tensor:
         size = self.size
 
         def consume(headers: list[Header], _: None) -> Tensor:
-            counts = [h.rows for h in headers]
-            gathered = self._exchange(x.repeat(size, 1), [x.shape[0]] * size, counts)
+            gathered = self._exchange(x.repeat(size, 1), [x.shape[0]] * size, [h.rows for h in headers])
             return gathered if out is None else out.copy_(gathered)
 
-        header = Header(0, "dispatch", "", str(x.dtype), x.shape[1], tuple(splits) if splits is not None else (), (-1, -1), x.shape[0])
-        return self._run(header, consume)
+        def check(headers: list[Header]) -> None:
+            check_gathered(out, x, sum(h.rows for h in headers))
+
+        return self._run(self.header("dispatch", x, splits), consume, check)
 
     def combine_rows(self, operands: Rows, contract: Contract, out: Tensor, place: Place | None) -> None:
         rows, size = operands.rows, self.size
-        kind = f"{rows.dtype}*{operands.product_dtype if operands.weights is not None else 'unweighted'}"
-        header = Header(0, "combine_rows", contract.id, kind, rows.shape[1], (), (-1, -1), rows.shape[0])
 
         def consume(_: list[Header], __: None) -> None:
             ranks = operands.rank_of_slot.reshape(-1).long()
@@ -84,11 +98,14 @@ class AllToAllTransport(Transport):
         def check(headers: list[Header]) -> None:
             check_slots(operands, [h.rows for h in headers], self.rank)
 
-        self._run(header, consume, check)
+        self._run(self.header_of_rows(operands, contract.id), consume, check)
 
-    def _run(  # type: ignore[no-untyped-def]
-        self, header: Header, consume, check: Callable[[list[Header]], None] = lambda _: None
-    ):
+    def _run(
+        self,
+        header: Header,
+        consume: Callable[[list[Header], None], R],
+        check: Callable[[list[Header]], None] = lambda _: None,
+    ) -> R:
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise CaptureError(
                 f"{header.operation} by all-to-all agrees with the other ranks on the host, which a CUDA graph cannot "
@@ -98,21 +115,28 @@ class AllToAllTransport(Transport):
 
     def _exchange(self, x: Tensor, give: Sequence[int], get: Sequence[int]) -> Tensor:
         """Rows of x to each rank, rows from each rank: [sum(get), columns] on x's device. Bytes travel, not numbers."""
-        data = x.contiguous().to(self._wire).view(torch.uint8)
-        received = torch.empty(sum(get), data.shape[1], dtype=torch.uint8, device=self._wire)
+        data = (x.cpu() if self._staged else x).contiguous().view(torch.uint8)
+        received = torch.empty(sum(get), data.shape[1], dtype=torch.uint8, device=data.device)
+        assert self._connections is not None
         try:
-            dist.all_to_all_single(received, data, list(get), list(give), group=self._group)
+            self._connections.alltoall_base(received, data, list(get), list(give)).wait()
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            self._sync.abort(f"its connection to another rank broke in an all-to-all ({reason})")
-            raise PeerTimeout(
-                f"rank {self.rank} lost a rank in the middle of an all-to-all ({reason}). Every call raises until "
-                f"all ranks call comm.recover() together; without a dead rank, make a new communicator"
-            ) from error
+            self._lose(str(error).splitlines()[0], error)
         return received.view(x.dtype).to(x.device)
 
-    def refuse(self, operation: str, refusal: Exception) -> None:
-        self._calls.run(Header(0, operation), lambda _: None, lambda _, __: None, refusal)
+    def _lose(self, reason: str, error: RuntimeError) -> NoReturn:
+        """A connection broke: find out who is missing, and end the epoch."""
+        self._connections = None  # closes all of them, so that nobody waits for this rank in the rows that follow
+        before, self._sync.timeout = self._sync.timeout, min(self._sync.timeout, _ROLL_CALL)
+        try:
+            self._sync.exchange(f"its connections broke ({reason})".encode())  # the others agree on this step's outcome
+        finally:
+            self._sync.timeout = before
+        self._sync.abort(f"its connection to another rank broke in an all-to-all ({reason})")
+        raise PeerTimeout(
+            f"rank {self.rank} lost its connection to another rank in the middle of an all-to-all ({reason}), and all "
+            f"ranks are still there. Every call raises until all ranks call comm.recover() together"
+        ) from error
 
     def take(self, nbytes: int) -> Place:
         """Ordinary memory: nobody else reads it."""
@@ -126,15 +150,20 @@ class AllToAllTransport(Transport):
     def memory(self) -> dict[str, int]:
         return {"held": self._held, "in_use": self._held}
 
-    def check(self) -> None:
-        self._sync.check()
-
-    def abort(self, reason: str) -> None:
-        self._sync.abort(reason)
-
     def recover(self) -> None:
-        self._calls.recover()
-        self._group = self._make_group()
+        self._calls.recover(self._connect)
+
+    def _connect(self) -> None:
+        self._connections = None
+        try:
+            self._connections = self._make_wire()
+        except RuntimeError as error:
+            self._sync.abort(f"it could not connect to the other ranks again ({str(error).splitlines()[0]})")
+            raise PeerTimeout(f"rank {self.rank} could not connect to the other ranks again: {error}") from error
 
     def suspend(self) -> None:
         """Nothing is held between calls."""
+
+    def close(self) -> None:
+        super().close()
+        self._connections = None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bicomm.contract import Contract
+from bicomm.header import name_of
 
 Mode = str | Contract
 _OUTPUTS = (torch.float32, torch.bfloat16)
@@ -22,8 +23,15 @@ def contract_of(mode: Mode) -> Contract:
     if not isinstance(mode, str):
         raise TypeError(f"mode is a string or a bicomm.Contract, got {type(mode).__name__}")
     if mode == "bf16 multimem" or mode.startswith("multimem_bf16"):
-        raise ValueError("bf16 multimem is refused: its rounding cannot be reproduced from the inputs; use fp32 partials")
+        raise ValueError(
+            "bf16 multimem is refused: its rounding cannot be reproduced from the inputs; use fp32 partials"
+        )
     return Contract.parse(mode)
+
+
+def name_of_mode(mode: Mode) -> str:
+    """A mode as headers and operators say it."""
+    return mode if isinstance(mode, str) else mode.id
 
 
 def splits_of(splits: Any, rows: int | None, size: int) -> tuple[int, ...]:
@@ -40,37 +48,50 @@ def splits_of(splits: Any, rows: int | None, size: int) -> tuple[int, ...]:
         return (rows // size,) * size
     values = integers(splits, "splits")
     if len(values) != size:
-        raise ValueError(f"splits has {len(values)} entries, and the group has {size} ranks: {list(values)}")
+        raise ValueError(f"splits has {len(values)} entries, and the group has {size} ranks: {_shown(values)}")
     for rank, value in enumerate(values):
         if value < 0:
             raise ValueError(f"splits[{rank}] is {value}: the tokens of a rank cannot be negative")
     if rows is not None and sum(values) != rows:
-        raise ValueError(f"splits {list(values)} sum to {sum(values)}, and x has {rows} rows: they must be equal")
+        raise ValueError(f"splits {_shown(values)} sum to {sum(values)}, and x has {rows} rows: they must be equal")
     return values
 
 
+def _shown(values: Sequence[int]) -> str:
+    return str(list(values)) if len(values) <= 32 else f"[{', '.join(map(str, values[:32]))}, ... {len(values)} in all]"
+
+
 def integers(values: Any, name: str) -> tuple[int, ...]:
-    """A list, tuple, numpy array or CPU tensor of integers, as a tuple."""
+    """A list, tuple, numpy array or CPU tensor of integers, one-dimensional, as a tuple."""
     if isinstance(values, Tensor):
         if values.is_cuda:
             raise ValueError(f"{name} is on {values.device}, and these ranks agree on the host: pass it from the CPU")
         if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
             raise TypeError(f"{name} are integers, got a tensor of {values.dtype}")
+    if hasattr(values, "tolist"):
+        if values.ndim != 1:
+            raise ValueError(
+                f"{name} has shape {tuple(values.shape)}: expected one dimension, an integer for each rank"
+            )
         values = values.tolist()
-    elif hasattr(values, "tolist"):
-        values = values.tolist()
-    if isinstance(values, str) or not isinstance(values, Sequence):
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
         raise TypeError(f"{name} is a list, tuple, numpy array or CPU tensor of integers, got {type(values).__name__}")
     try:
+        if any(isinstance(value, bool) for value in values):
+            raise TypeError
         return tuple(operator.index(value) for value in values)
     except TypeError as error:
-        raise TypeError(f"{name} are integers, got {list(values)!r}") from error
+        raise TypeError(f"{name} are integers, got {_shown(values)}") from error
 
 
 def check_operand(x: Any, name: str, device: torch.device, dtypes: Sequence[torch.dtype], advice: str) -> None:
     """A 2-D tensor of one of `dtypes`, on the group's device."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a torch.Tensor, got {type(x).__name__}")
+    if hasattr(x, "to_local"):
+        raise TypeError(f"{name} is a {type(x).__name__}: pass this rank's part of it, {name}.to_local()")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} has the layout {x.layout}: expected a dense tensor ({name}.to_dense())")
     if x.device.type != device.type:
         raise ValueError(f"{name} is on {x.device}, and the ranks of this communicator work on {device}: move it there")
     if x.dim() != 2:
@@ -78,7 +99,7 @@ def check_operand(x: Any, name: str, device: torch.device, dtypes: Sequence[torc
     if x.shape[1] < 1:
         raise ValueError(f"{name} has shape {tuple(x.shape)}: hidden is at least 1")
     if dtypes and x.dtype not in dtypes:
-        raise TypeError(f"{name} is {_name(x.dtype)}: expected {' or '.join(map(_name, dtypes))}; {advice}")
+        raise TypeError(f"{name} is {name_of(x.dtype)}: expected {' or '.join(map(name_of, dtypes))}; {advice}")
 
 
 def check_partials(x: Any, device: torch.device, mode: Any) -> None:
@@ -95,25 +116,47 @@ def check_partials(x: Any, device: torch.device, mode: Any) -> None:
     check_operand(x, "x", device, [torch.float32], advice)
 
 
-def check_output(out: Tensor | None, out_dtype: torch.dtype | None, shape: tuple[int, ...], device: torch.device) -> torch.dtype:
+def check_output(out: Any, out_dtype: Any, shape: tuple[int, ...], device: torch.device) -> torch.dtype:
     """The dtype of the result: fp32 or bf16, that of `out` where one is given, which must fit."""
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype is torch.float32 or torch.bfloat16, got {out_dtype!r}")
     if out is None:
         dtype = torch.float32 if out_dtype is None else out_dtype
     else:
-        if tuple(out.shape) != shape or out.device.type != device.type or not out.is_contiguous():
-            raise ValueError(
-                f"out has shape {tuple(out.shape)} on {out.device}, {'' if out.is_contiguous() else 'not '}contiguous: "
-                f"expected {shape} on {device}, contiguous"
-            )
+        _check_given(out, shape, device)
         if out_dtype is not None and out.dtype != out_dtype:
-            raise TypeError(f"out is {_name(out.dtype)} and out_dtype {_name(out_dtype)}: they must be equal")
+            raise TypeError(f"out is {name_of(out.dtype)} and out_dtype {name_of(out_dtype)}: they must be equal")
         dtype = out.dtype
     if dtype not in _OUTPUTS:
-        raise TypeError(f"the result is float32, or bfloat16 after one more rounding; got {_name(dtype)}")
+        raise TypeError(f"the result is float32, or bfloat16 after one more rounding; got {name_of(dtype)}")
     return dtype
 
 
-def check_maps(rows: Tensor, row_of_slot: Any, rank_of_slot: Any, weights: Any, product_dtype: torch.dtype) -> None:
+def check_gathered(out: Any, x: Tensor, rows: int) -> None:
+    """`out` of a dispatch of x whose result has `rows` rows."""
+    if out is None:
+        return
+    _check_given(out, (rows, x.shape[1]), x.device)
+    if out.dtype != x.dtype:
+        raise TypeError(f"out is {name_of(out.dtype)} and x {name_of(x.dtype)}: they must be equal")
+
+
+def _check_given(out: Any, shape: tuple[int, ...], device: torch.device) -> None:
+    if not isinstance(out, Tensor):
+        raise TypeError(f"out is a torch.Tensor or None, got {type(out).__name__}")
+    if tuple(out.shape) != shape or out.device.type != device.type or not out.is_contiguous():
+        raise ValueError(
+            f"out has shape {tuple(out.shape)} on {out.device}, {'' if out.is_contiguous() else 'not '}contiguous: "
+            f"expected {shape} on {device}, contiguous"
+        )
+
+
+def check_rows(rows: Any, device: torch.device) -> None:
+    """The operand of combine_rows: expert rows, fp32 or bf16."""
+    check_operand(rows, "rows", device, [torch.float32, torch.bfloat16], "expert rows are summed from these")
+
+
+def check_maps(rows: Tensor, row_of_slot: Any, rank_of_slot: Any, weights: Any, product_dtype: Any) -> None:
     """The maps of combine_rows: integers [tokens, K] on the rows' device, and weights of that shape."""
     for name, value in (("row_of_slot", row_of_slot), ("rank_of_slot", rank_of_slot)):
         if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64) or value.dim() != 2:
@@ -127,9 +170,7 @@ def check_maps(rows: Tensor, row_of_slot: Any, rank_of_slot: Any, weights: Any, 
         if not isinstance(weights, Tensor) or weights.dtype != torch.float32 or weights.shape != row_of_slot.shape:
             shown = f"{weights.dtype} {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
             raise TypeError(f"weights is a float32 tensor {tuple(row_of_slot.shape)}, got {shown}")
+        if weights.device != rows.device:
+            raise ValueError(f"weights is on {weights.device}, rows on {rows.device}: they must be on one device")
     if product_dtype not in _OUTPUTS:
-        raise TypeError(f"product_dtype is float32 or bfloat16, got {_name(product_dtype)}")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        raise TypeError(f"product_dtype is torch.float32 or torch.bfloat16, got {product_dtype!r}")

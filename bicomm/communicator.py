@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import operator
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bicomm import arguments, ops
+from bicomm import arguments, ops, routes
 from bicomm import plan as _plan
 from bicomm.arguments import Mode
 from bicomm.contract import OWNER, Contract
+from bicomm.errors import BicommError
 from bicomm.establish import Request, establish
-from bicomm.symmem.arenas import Place
-from bicomm.transport import Rows, Transport
-
-TIMEOUT = 30.0  # seconds; BICOMM_TIMEOUT overrides it
+from bicomm.transport import Asked, Rows, Transport
+from bicomm.zerocopy import Acquired
 
 
 class Communicator:
@@ -40,7 +39,8 @@ class Communicator:
     share_memory  False: never map other ranks' memory; rows travel by all-to-all.
     debug         catch writes into released buffers, at the cost of a check at each release (or BICOMM_DEBUG=1).
 
-    Raises NotInitialized without a group, ValueError where the ranks' arguments differ, NoSharedMemory for strict.
+    Raises NotInitialized without a group, ValueError where the ranks' arguments differ, NoRoom where shared memory is too
+    small for them, BicommError for strict, and PeerRefused where another rank's arguments were refused.
     """
 
     def __init__(
@@ -56,19 +56,25 @@ class Communicator:
         share_memory: bool = True,
         debug: bool | None = None,
     ) -> None:
-        from bicomm.world import current
+        if group is None or device is None:
+            from bicomm.world import current
 
-        world = current()
-        chosen = group if group is not None else world.group
-        where = torch.device(device) if device is not None else world.device
-        seconds = float(os.environ.get("BICOMM_TIMEOUT", TIMEOUT)) if timeout is None else float(timeout)
-        name = "" if mode is None else (mode if isinstance(mode, str) else mode.id)
-        watch = os.environ.get("BICOMM_DEBUG", "") not in ("", "0") if debug is None else debug
-        request = Request(max_tokens, hidden, name, strict, where.type, share_memory, seconds, watch)
-        if mode is not None and mode != "multimem":
-            arguments.contract_of(mode)  # an unknown one is refused before anyone waits
-        transport, facts = establish(chosen, where, request)
-        self._adopt(transport, facts, dist.get_rank(chosen), where, mode, strict, watch)
+            world = current()
+            group = world.group if group is None else group
+            device = world.device if device is None else device
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise ValueError("this rank is not in the group: only its members make the communicator")
+        request: Request | Exception
+        where = torch.device("cpu")
+        try:
+            where = torch.device(device)
+            request = Request.checked(max_tokens, hidden, mode, strict, where, share_memory, timeout, debug)
+        except (TypeError, ValueError, RuntimeError) as refusal:
+            request = refusal  # the others must learn it
+        transport, facts = establish(group, where, request)
+        assert isinstance(request, Request)
+        self._adopt(transport, facts, rank, where, mode, strict, request.debug)
 
     def _adopt(
         self,
@@ -82,27 +88,34 @@ class Communicator:
     ) -> None:
         self.rank, self.size, self.device = rank, facts.size, device
         self.strict = strict
-        self.debug = debug
         self._transport, self._facts = transport, facts
         self._mode = mode
-        self._acquired: dict[int, Place] = {}
-        self._poisoned: list[tuple[Place, Tensor]] = []
+        self._judged = False
+        self._acquired = Acquired(transport, debug)
         self.stream: torch.cuda.Stream | None = None  # of a local world's rank on a GPU
         self.handle = ops.register(self)
         if mode == "multimem":
             self._judge_switch()
 
+    @property
+    def debug(self) -> bool:
+        """Whether released buffers are watched."""
+        return self._acquired.debug
+
     def _judge_switch(self) -> None:
+        """Say once that software runs in the switch's place, or raise where that is not wanted."""
         chosen = self.plan("multimem")
         if chosen.executor.startswith(_plan.SWITCH):
             return
         reason = chosen.candidates[0].reason
         if self.strict:
-            raise RuntimeError(f"mode='multimem' with strict=True: the NVLink switch cannot be used: {reason}")
-        if self.rank == 0:
+            self.close()
+            raise BicommError(f"mode='multimem' with strict=True: the NVLink switch cannot be used: {reason}")
+        if self.rank == 0 and not self._judged:
             warnings.warn(
                 f"mode='multimem' runs in software, with the bits of {chosen.contract.id}: {reason}", stacklevel=4
             )
+        self._judged = True
 
     # ---------------------------------------------------------------------------------------------- what it is
 
@@ -155,15 +168,7 @@ class Communicator:
         Raises, on every rank: TypeError or ValueError for bad arguments (PeerRefused on the ranks whose own were good),
         CallMismatch where ranks entered different calls, PeerTimeout where some did not come.
         """
-        name = _name_of(self._mode_or(mode))
-        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad):
-            if out is not None:
-                raise ValueError("out= cannot be used with gradients or under torch.compile: the result is a new tensor")
-            listed, counts = _for_operator(splits)
-            dtype = torch.float32 if out_dtype is None else out_dtype
-            limit = x.shape[0] if capacity is None else capacity
-            return ops.combine(x, listed, counts, self.handle, self.rank, name, dtype, limit)
-        return self._combine(x, splits, name, out, out_dtype, capacity)
+        return routes.combine(self, x, mode, splits, out, out_dtype, capacity)
 
     def combine_rows(
         self,
@@ -187,15 +192,8 @@ class Communicator:
         Returns [t, hidden], fp32 or `out_dtype`. The bits depend neither on the number of ranks nor on which expert sits
         on which rank. Raises IndexError on the rank whose map names a row that does not exist; otherwise as `combine`.
         """
-        tensors = [x for x in (rows, weights) if isinstance(x, Tensor)]
-        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
-            if out is not None:
-                raise ValueError("out= cannot be used with gradients or under torch.compile: the result is a new tensor")
-            dtype = torch.float32 if out_dtype is None else out_dtype
-            return ops.combine_rows(
-                rows, row_of_slot, rank_of_slot, weights, self.handle, self.rank, product_dtype, dtype
-            )
-        return self._combine_rows(rows, row_of_slot, rank_of_slot, weights, product_dtype, out, out_dtype)
+        maps = (row_of_slot, rank_of_slot, weights)
+        return routes.combine_rows(self, rows, *maps, product_dtype, out, out_dtype)
 
     def dispatch(
         self,
@@ -216,14 +214,19 @@ class Communicator:
 
         Returns [sum(splits), hidden], the tokens of rank 0 first.
         """
-        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad):
-            name = _name_of(self._mode_or(mode))
-            if out is not None:
-                raise ValueError("out= cannot be used with gradients or under torch.compile: the result is a new tensor")
-            listed, counts = _for_operator(splits)
-            limit = x.shape[0] * self.size if capacity is None else capacity
-            return ops.dispatch(x, listed, counts, self.handle, self.rank, name, limit)
-        return self._dispatch(x, splits, out, capacity)
+        return routes.dispatch(self, x, splits, mode, out, capacity)
+
+    def exchange_counts(self, own: int | Tensor) -> Tensor:
+        """Every rank's number, where each knows its own: int64 [W] on this communicator's device.
+
+        own: an int, or an integer tensor of one element; on a GPU it is read on the device, so that counting, combine and
+        dispatch can be one captured graph: `splits=comm.exchange_counts(own)`.
+        """
+        return self._transport.exchange_counts(own)
+
+    def barrier(self) -> None:
+        """Wait for all ranks: the caller on a CPU, the current stream on a GPU."""
+        self._transport.barrier()
 
     # --------------------------------------------------------------------------------------------------- zero-copy
 
@@ -233,32 +236,14 @@ class Communicator:
 
         Collective where it must grow the memory. Leaving the block releases it; write nothing into it afterwards.
         """
-        self._check_poison()
-        place = self._transport.take(tokens * hidden * dtype.itemsize)
-        tensor = place.view((tokens, hidden), dtype)
-        self._acquired[tensor.data_ptr()] = place
+        if operator.index(tokens) < 0 or operator.index(hidden) < 0:
+            raise ValueError(f"a buffer has at least 0 rows and columns, got [{tokens}, {hidden}]")
+        self._acquired.check_released(self.rank)
+        tensor = self._acquired.take(tokens, hidden, dtype)
         try:
             yield tensor
         finally:
-            self._acquired.pop(tensor.data_ptr(), None)
-            if self.debug:
-                bits = tensor.reshape(-1).view(torch.uint8)
-                bits.fill_(0xA5)
-                self._poisoned.append((place, bits))
-            else:
-                self._transport.release(place)
-
-    def _check_poison(self) -> None:
-        """In debug mode a released buffer is filled with 0xA5 and kept until it is seen that nobody wrote it."""
-        poisoned, self._poisoned = self._poisoned, []
-        for place, bits in poisoned:
-            self._transport.release(place)
-        for place, bits in poisoned:
-            if bool((bits != 0xA5).any()):
-                raise RuntimeError(
-                    f"rank {self.rank}: a buffer of {place.nbytes:,} bytes was written after it was released. Write the "
-                    f"partials inside the `with comm.acquire(...)` block, and combine them there"
-                )
+            self._acquired.give(tensor)
 
     def reserve(self, tokens: int, hidden: int, dtype: torch.dtype = torch.float32) -> None:
         """Make room for an operand [tokens, hidden] now, all ranks together, so that a captured graph need not grow."""
@@ -280,9 +265,9 @@ class Communicator:
 
     def suspend(self) -> None:
         """Give the symmetric memory back. Called by all ranks; the next call, or `resume`, takes it again."""
-        if self._acquired:
+        if len(self._acquired):
             raise RuntimeError(f"{len(self._acquired)} acquired buffers are still in use: leave their blocks first")
-        self._check_poison()
+        self._acquired.check_released(self.rank)
         self._transport.suspend()
 
     def resume(self, tokens: int, hidden: int) -> None:
@@ -290,8 +275,10 @@ class Communicator:
         self.reserve(tokens, hidden)
 
     def close(self) -> None:
-        """Let go of everything. Not collective; later calls are errors."""
-        self._transport.close()
+        """Let go of everything. Not collective; later calls are errors, also those of ranks that wait for this one."""
+        if not isinstance(self._transport, _Closed):
+            self._transport.close()
+            self._transport = cast(Transport, _Closed())
 
     # ------------------------------------------------------------------------------------- what the operators call
 
@@ -305,25 +292,49 @@ class Communicator:
             )
         return self._mode
 
-    def _combine(
-        self, x: Tensor, splits: Any, mode: str, out: Tensor | None, out_dtype: torch.dtype | None, capacity: int | None
-    ) -> Tensor:
+    def _contract_of(self, mode: str) -> Contract:
+        """The contract of a combine, checked."""
+        contract = _plan.resolve(mode, self._facts)
+        if contract.rule == "owner":
+            raise ValueError(
+                "mode='owner' sums expert rows, not partials: call combine_rows(rows, row_of_slot, rank_of_slot)"
+            )
+        if mode == "multimem":
+            self._judge_switch()
+        return contract
+
+    @contextmanager
+    def _refusing(self, operation: str) -> Iterator[None]:
+        """What goes wrong in this block concerns this rank alone: the others learn it, so that they need not wait."""
         try:
-            self._check_poison()
-            contract = _plan.resolve(mode, self._facts)
-            if contract.rule == "owner":
-                raise ValueError(
-                    "mode='owner' sums expert rows, not partials: call combine_rows(rows, row_of_slot, rank_of_slot)"
-                )
+            yield
+        except BicommError:
+            raise
+        except Exception as refusal:
+            self._transport.refuse(operation, refusal)
+            raise
+
+    def _combine(
+        self,
+        x: Tensor,
+        splits: Any,
+        mode: str,
+        out: Tensor | None,
+        out_dtype: torch.dtype | None,
+        capacity: int | None,
+        asked: Asked | None = None,
+    ) -> Tensor:
+        with self._refusing("combine"):
+            self._acquired.check_released(self.rank)
+            contract = self._contract_of(mode)
             arguments.check_partials(x, self.device, mode)
             shares = self._transport.shares(splits, x.shape[0])
             rows = self._transport.rows_of(shares, x.shape[0] if capacity is None else capacity)
             dtype = arguments.check_output(out, out_dtype, (rows, x.shape[1]), self.device)
+            self._acquired.check_operand(x, out)
             result = x.new_empty((rows, x.shape[1]), dtype=dtype) if out is None else out
-        except (TypeError, ValueError) as refusal:
-            self._transport.refuse("combine", refusal)
-            raise
-        self._transport.combine(x, shares, contract, result, self._place_of(x))
+        with self._asking(asked):
+            self._transport.combine(x, shares, contract, result, self._acquired.place_of(x))
         return result
 
     def _combine_rows(
@@ -335,56 +346,53 @@ class Communicator:
         product_dtype: torch.dtype,
         out: Tensor | None,
         out_dtype: torch.dtype | None,
+        asked: Asked | None = None,
     ) -> Tensor:
-        try:
-            self._check_poison()
-            advice = "expert rows are summed from fp32 or bf16"
-            arguments.check_operand(rows, "rows", self.device, [torch.float32, torch.bfloat16], advice)
+        with self._refusing("combine_rows"):
+            self._acquired.check_released(self.rank)
+            arguments.check_rows(rows, self.device)
             arguments.check_maps(rows, row_of_slot, rank_of_slot, weights, product_dtype)
             shape = (row_of_slot.shape[0], rows.shape[1])
             dtype = arguments.check_output(out, out_dtype, shape, self.device)
+            self._acquired.check_operand(rows, out)
             result = rows.new_empty(shape, dtype=dtype) if out is None else out
-        except (TypeError, ValueError) as refusal:
-            self._transport.refuse("combine_rows", refusal)
-            raise
         operands = Rows(rows, row_of_slot, rank_of_slot, weights, product_dtype)
-        self._transport.combine_rows(operands, OWNER, result, self._place_of(rows))
+        with self._asking(asked):
+            self._transport.combine_rows(operands, OWNER, result, self._acquired.place_of(rows))
         return result
 
-    def _dispatch(self, x: Tensor, splits: Any, out: Tensor | None, capacity: int | None) -> Tensor:
-        try:
-            self._check_poison()
+    def _dispatch(
+        self, x: Tensor, splits: Any, out: Tensor | None, capacity: int | None, asked: Asked | None = None
+    ) -> Tensor:
+        with self._refusing("dispatch"):
+            self._acquired.check_released(self.rank)
             arguments.check_operand(x, "x", self.device, [], "")
             shares = None if splits is None else self._transport.shares(splits, None)
             if shares is not None and not isinstance(shares, Tensor) and shares[self.rank] != x.shape[0]:
                 raise ValueError(
                     f"splits {list(shares)} give rank {self.rank} {shares[self.rank]} tokens, and its x has {x.shape[0]}"
                 )
-        except (TypeError, ValueError) as refusal:
-            self._transport.refuse("dispatch", refusal)
-            raise
-        return self._transport.dispatch(x, shares, out, capacity)
+            self._acquired.check_operand(x, None)
+        with self._asking(asked):
+            return self._transport.dispatch(x, shares, out, capacity)
 
-    def _gather_counts(self, own: int) -> list[int]:
-        mine = torch.tensor([[own]], dtype=torch.int64, device=self.device)
-        return [int(n) for n in self._dispatch(mine, None, None, None)[:, 0]]
-
-    def _place_of(self, x: Tensor) -> Place | None:
-        """Where an operand lies, if it is an acquired buffer or begins one: then nothing is copied."""
-        place = self._acquired.get(x.data_ptr())
-        return place if place is not None and x.is_contiguous() else None
-
-
-def _name_of(mode: Mode) -> str:
-    return mode if isinstance(mode, str) else mode.id
+    @contextmanager
+    def _asking(self, asked: Asked | None) -> Iterator[None]:
+        """Say in the next call what this rank will ask a gradient for. Without gradients, it could join nobody's."""
+        self._transport.asked = asked or Asked("", fixed=not torch.is_grad_enabled())
+        try:
+            yield
+        finally:
+            self._transport.asked = Asked()
 
 
-def _for_operator(splits: Any) -> tuple[list[int] | None, Tensor | None]:
-    if splits is None:
-        return None, None
-    if isinstance(splits, Tensor):
-        return (None, splits) if torch.compiler.is_compiling() or splits.is_cuda else (splits.tolist(), None)
-    return [int(n) for n in splits], None
+class _Closed:
+    """What stands in a closed communicator's place."""
+
+    name = "closed"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise BicommError("this communicator was closed: make a new one")
 
 
 @dataclasses.dataclass(frozen=True)

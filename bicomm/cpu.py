@@ -2,53 +2,51 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from bicomm.arguments import check_gathered
 from bicomm.contract import Contract, round_output
 from bicomm.header import Header
+from bicomm.hostcalls import HostTransport
 from bicomm.slots import check_slots, sum_slots
 from bicomm.symmem.arenas import Arenas, Place
 from bicomm.symmem.buffer import SymmetricBuffer
-from bicomm.transport import HostCalls, Rows, Shares, Sync, Transport
+from bicomm.transport import Rows, Shares, Sync
 
 R = TypeVar("R")
-_NOWHERE = (-1, -1)  # the place of an operand that is copied in during the call
 
 
-class CpuTransport(Transport):
+class CpuTransport(HostTransport):
     """Processes that share a host (POSIX shared memory), or threads of a local world.
 
-    allocate(nbytes): makes a symmetric buffer on all ranks together, or raises on all of them.
+    allocate(nbytes): makes a symmetric buffer on all ranks together, or raises NoSharedMemory on all of them.
     """
 
     name = "shared memory on the CPU, torch ops"
 
     def __init__(self, sync: Sync, allocate: Callable[[int], SymmetricBuffer]) -> None:
-        self.rank, self.size = sync.rank, sync.size
-        self._sync = sync
-        self._calls = HostCalls(sync)
+        super().__init__(sync)
         self._arenas = Arenas(allocate)
 
     def combine(self, x: Tensor, splits: Shares, contract: Contract, out: Tensor, place: Place | None) -> None:
-        first = sum(splits[: self.rank])
-        mine = slice(first, first + splits[self.rank])
+        first = int(sum(splits[: self.rank]))
+        mine = slice(first, first + int(splits[self.rank]))
         shape = tuple(x.shape)
 
         def consume(_: list[Header], at: Place) -> None:
             addends = [at.view(shape, torch.float32, rank)[mine] for rank in range(self.size)]
             round_output(contract.sum(addends), out, out.dtype)
 
-        header = Header(0, "combine", contract.id, "float32", x.shape[1], tuple(splits), _mark(place), x.shape[0])
+        header = dataclasses.replace(self.header("combine", x, splits, place), contract=contract.id)
         self._run(header, x, place, consume)
 
     def combine_rows(self, operands: Rows, contract: Contract, out: Tensor, place: Place | None) -> None:
         rows = operands.rows
-        kind = f"{_name(rows.dtype)}*{_name(operands.product_dtype) if operands.weights is not None else 'unweighted'}"
-        header = Header(0, "combine_rows", contract.id, kind, rows.shape[1], (), _mark(place), rows.shape[0])
 
         def consume(headers: list[Header], at: Place) -> None:
             peers = [at.view((h.rows, h.hidden), rows.dtype, rank) for rank, h in enumerate(headers)]
@@ -57,15 +55,16 @@ class CpuTransport(Transport):
         def check(headers: list[Header]) -> None:
             check_slots(operands, [h.rows for h in headers], self.rank)
 
-        self._run(header, rows, place, consume, check)
+        self._run(self.header_of_rows(operands, contract.id, place), rows, place, consume, check)
 
     def dispatch(self, x: Tensor, splits: Shares | None, out: Tensor | None, capacity: int | None) -> Tensor:
-        header = Header(0, "dispatch", "", _name(x.dtype), x.shape[1], tuple(splits) if splits is not None else (), _NOWHERE, x.shape[0])
-
         def consume(headers: list[Header], at: Place) -> Tensor:
             return torch.cat([at.view((h.rows, h.hidden), x.dtype, rank) for rank, h in enumerate(headers)], out=out)
 
-        return self._run(header, x, None, consume)
+        def check(headers: list[Header]) -> None:
+            check_gathered(out, x, sum(h.rows for h in headers))
+
+        return self._run(self.header("dispatch", x, splits), x, None, consume, check)
 
     def _run(
         self,
@@ -78,11 +77,12 @@ class CpuTransport(Transport):
         taken: list[Place] = []
 
         def publish(headers: list[Header]) -> Place:
+            if place is None:  # first, since it may be collective
+                rows = max(h.rows for h in headers)
+                taken.append(self._take(rows * header.hidden * x.dtype.itemsize))
             check(headers)
             if place is not None:
                 return place
-            rows = max(h.rows for h in headers)
-            taken.append(self._take(rows * header.hidden * x.dtype.itemsize))
             taken[0].view(tuple(x.shape), x.dtype).copy_(x)
             return taken[0]
 
@@ -92,10 +92,8 @@ class CpuTransport(Transport):
             for at in taken:
                 self._arenas.release(at)
 
-    def refuse(self, operation: str, refusal: Exception) -> None:
-        self._calls.run(Header(0, operation), lambda _: None, lambda _, __: None, refusal)
-
     def _take(self, nbytes: int) -> Place:
+        """A place on all ranks alike: their arenas have one layout, which their headers said."""
         place = self._arenas.take(nbytes)
         if place is None:
             self._arenas.grow(nbytes)
@@ -107,35 +105,28 @@ class CpuTransport(Transport):
         place = self._arenas.take(nbytes)
         if place is not None:
             return place
-        header = Header(0, "grow", hidden=nbytes)
+        header = Header(0, "grow", hidden=nbytes, held=self.held())
         return self._calls.run(header, lambda _: self._take(nbytes), lambda _, at: at)
 
     def release(self, place: Place) -> None:
         self._arenas.release(place)
 
     def find(self, x: Tensor) -> bool:
-        """Whether a tensor's memory belongs to this transport."""
         return self._arenas.find(x) is not None
+
+    def held(self) -> tuple[int, int]:
+        return self._arenas.layout()
 
     def memory(self) -> dict[str, int]:
         return {"held": self._arenas.capacity, "in_use": self._arenas.in_use}
 
-    def check(self) -> None:
-        self._sync.check()
-
-    def abort(self, reason: str) -> None:
-        self._sync.abort(reason)
-
     def recover(self) -> None:
-        self._calls.recover()
+        self._calls.recover(self._realign)
+
+    def _realign(self) -> None:
+        """A fault may have caught some ranks before and some after a growth: go on without the memory nobody uses."""
+        numbers = [int(text) for text in self._sync.exchange(str(self._arenas.made).encode())]
+        self._arenas.restart(max(numbers))
 
     def suspend(self) -> None:
         self._arenas.clear()
-
-
-def _mark(place: Place | None) -> tuple[int, int]:
-    return _NOWHERE if place is None else place.mark
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -42,5 +42,9 @@ class NoSharedMemory(BicommError):
     """The ranks of a group cannot map each other's memory, or there is not enough of it."""
 
 
+class NoRoom(NoSharedMemory):
+    """The ranks could share memory, but there is too little of it: the message says how much, and what to do."""
+
+
 class CaptureError(BicommError):
     """Something that a CUDA graph cannot hold (an allocation, a rendezvous) was asked for during capture."""

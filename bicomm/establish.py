@@ -5,21 +5,29 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable
+import math
+import operator
+import os
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from bicomm.agree import StoreSync
-from bicomm.alltoall import AllToAllTransport
+from bicomm.alltoall import AllToAllTransport, Wire
+from bicomm.arguments import Mode, contract_of, name_of_mode
 from bicomm.cpu import CpuTransport
-from bicomm.errors import NoSharedMemory
+from bicomm.errors import NoRoom, NoSharedMemory, PeerRefused
+from bicomm.header import first_line
 from bicomm.plan import Facts
 from bicomm.symmem.shared import make_buffer, make_flags
 from bicomm.transport import Transport
 
+
+TIMEOUT = 30.0  # seconds; BICOMM_TIMEOUT overrides it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +43,45 @@ class Request:
     timeout: float
     debug: bool = False
 
-    def check(self, others: list[Request]) -> None:
+    @classmethod
+    def checked(
+        cls,
+        max_tokens: int,
+        hidden: int,
+        mode: Mode | None,
+        strict: bool,
+        device: torch.device,
+        share_memory: bool,
+        timeout: float | None,
+        debug: bool | None,
+    ) -> Request:
+        """The arguments of a communicator. Raises TypeError or ValueError."""
+        for name, value in (("max_tokens", max_tokens), ("hidden", hidden)):
+            if operator.index(value) < 0:
+                raise ValueError(f"{name} is {value}: expected 0 or more")
+        told = os.environ.get("BICOMM_TIMEOUT", str(TIMEOUT)) if timeout is None else timeout
+        try:
+            seconds = float(told)
+        except ValueError as error:
+            raise ValueError(f"BICOMM_TIMEOUT={told!r} is not a number of seconds") from error
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise ValueError(f"a time-out is a positive number of seconds, got {told}")
+        if mode is not None and mode != "multimem":
+            contract_of(mode)
+        watch = os.environ.get("BICOMM_DEBUG", "") not in ("", "0") if debug is None else bool(debug)
+        name = "" if mode is None else name_of_mode(mode)
+        return cls(max_tokens, hidden, name, bool(strict), device.type, bool(share_memory), seconds, watch)
+
+    def encode(self) -> bytes:
+        """JSON, one line."""
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+    @classmethod
+    def check(cls, requests: Sequence[Request]) -> None:
         """Raise ValueError, the same on every rank, where two ranks ask for different things."""
-        for rank, other in enumerate(others):
-            for field in dataclasses.fields(self):
-                first, theirs = getattr(others[0], field.name), getattr(other, field.name)
+        for rank, other in enumerate(requests):
+            for field in dataclasses.fields(cls):
+                first, theirs = getattr(requests[0], field.name), getattr(other, field.name)
                 if first != theirs:
                     raise ValueError(
                         f"ranks made this communicator with different arguments: {field.name} is {first!r} on rank 0 "
@@ -47,40 +89,50 @@ class Request:
                     )
 
 
-def establish(group: dist.ProcessGroup, device: torch.device, request: Request) -> tuple[Transport, Facts]:
-    """The transport of this group, and the facts that `plan` works on; the same on every rank. Collective."""
+def establish(group: dist.ProcessGroup, device: torch.device, request: Request | Exception) -> tuple[Transport, Facts]:
+    """The transport of this group, and the facts that `plan` works on; the same on every rank. Collective.
+
+    request: what this rank asks for; or the reason why it does not, which is published, so that nobody waits for it, and
+    raised. Raises PeerRefused where another rank did that, ValueError where the ranks ask for different things, NoRoom
+    where there is too little shared memory.
+    """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     ranks = dist.get_process_group_ranks(group)
     # A sub-group's store has its own prefix; the number tells the communicators of one group apart.
     number = _number_in(group)
     store = dist.PrefixStore(f"bicomm/{'-'.join(map(str, ranks))}/{number}", _get_process_group_store(group))
-    sync = StoreSync(store, rank, size, max(request.timeout, 60.0))
-    told = sync.exchange(json.dumps(dataclasses.asdict(request)).encode())
-    request.check([Request(**json.loads(text)) for text in told])
+    sync = StoreSync(store, rank, size, _MEETING)
+    if isinstance(request, Exception):
+        sync.exchange(b"!" + first_line(request).encode())
+        raise request
+    sync.timeout = max(request.timeout, _MEETING)
+    told = sync.exchange(request.encode())
+    refusals = [f"rank {r}: {text[1:].decode()}" for r, text in enumerate(told) if text.startswith(b"!")]
+    if refusals:
+        raise PeerRefused(f"no communicator was made, because its arguments were refused: {'; '.join(refusals)}")
+    Request.check([Request(**json.loads(text)) for text in told])
     sync.timeout = request.timeout
 
-    def make_group() -> dist.ProcessGroup:
-        limit = timedelta(seconds=request.timeout)
-        made = dist.new_group(ranks, limit, backend=dist.get_backend(group), use_local_synchronization=True)
-        assert isinstance(made, dist.ProcessGroup)
-        return made
+    def make_wire() -> Wire:
+        where = dist.PrefixStore(f"wire/{sync.epoch}", store)
+        return _wire(group, device, where, rank, size, timedelta(seconds=request.timeout))
 
     if device.type == "cuda":
         from bicomm.gpu_group import establish_gpu
 
         reserve = request.max_tokens * request.hidden * 4
-        return establish_gpu(group, device, request.share_memory, request.timeout, reserve, sync, make_group)
-    memory = ""
+        return establish_gpu(group, device, request.share_memory, request.timeout, reserve, sync, make_wire)
+    memory = "" if request.share_memory else "the communicator was made with share_memory=False"
     transport: Transport | None = None
-    if not request.share_memory:
-        memory = "the communicator was made with share_memory=False"
-    else:
+    if not memory:
         try:
             transport = _shared(sync, request)
+        except NoRoom:
+            raise
         except NoSharedMemory as error:
             memory = str(error)
     if transport is None:
-        transport = AllToAllTransport(sync, make_group, device)
+        transport = AllToAllTransport(sync, make_wire, device)
     return transport, Facts("cpu", size, memory, "the ranks work on CPUs")
 
 
@@ -93,6 +145,22 @@ def _shared(sync: StoreSync, request: Request) -> CpuTransport:
     return transport
 
 
+def _wire(
+    group: dist.ProcessGroup, device: torch.device, store: dist.Store, rank: int, size: int, limit: timedelta
+) -> Wire:
+    """Connections of these ranks alone, by the back-end that the group has for the device.
+
+    Not a `new_group`: torch keeps those until they are destroyed, and names them by what else it keeps, which differs
+    between ranks once one of them has been quicker to drop a communicator.
+    """
+    if "nccl" in group._get_backend(device).name():
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return cast(Wire, dist.ProcessGroupNCCL(store, rank, size, options))
+    return cast(Wire, dist.ProcessGroupGloo(store, rank, size, limit))
+
+
+_MEETING = 60.0  # seconds at least to wait for the others to make their communicator: they may still be importing
 _numbers: dict[str, Callable[[], int]] = {}
 
 

@@ -14,20 +14,22 @@ from __future__ import annotations
 import json
 import os
 import platform
+import threading
 import time
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
+from bicomm.alive import Process
 from bicomm.errors import Aborted, BicommError, PeerTimeout
 
-MESSAGE = 4096  # bytes of a message slot; a header of 128 ranks' splits fits
-_RECORD = 1536
 _LINE = 64  # a rank's words lie on their own cache line
 _EPOCH = 40  # bits below the epoch: 10**12 exchanges
 _SPINS = 200  # yields before sleeping: 61-74 us a barrier of 8 ranks on 2 cores, against 4 ms with gloo
-_ARRIVED, _LOST, _RECOVER, _PID, _STARTED = range(5)
+_LOOK = 0.2  # seconds between two looks at the clock and at the processes that are waited for
+_ARRIVED, _LOST, _RECOVER, _PID, _STARTED, _SPACE, _CLOSED = range(7)
 
 
 def ordered_stores() -> bool:
@@ -35,19 +37,18 @@ def ordered_stores() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
+def message_bytes(size: int) -> int:
+    """Bytes of a message slot: a header with the splits of `size` ranks and a refusal fits."""
+    return 4096 + _LINE * size
+
+
+def _record_bytes(size: int) -> int:
+    return 2048 + _LINE * size  # who is missing may be nearly everyone
+
+
 def control_bytes(size: int) -> int:
     """Bytes of shared memory that the flags and message slots of `size` ranks take. Must be zero at first."""
-    return size * (_LINE + _RECORD + 2 * MESSAGE)
-
-
-def _process_start(pid: int) -> int:
-    """When a process started, in clock ticks; 0 if it is gone or a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rsplit(b")", 1)[1].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+    return size * (_LINE + _record_bytes(size) + 2 * message_bytes(size))
 
 
 class FlagSync:
@@ -59,38 +60,40 @@ class FlagSync:
 
     def __init__(self, memory: npt.NDArray[np.uint8], rank: int, size: int, timeout: float) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
-        words, records = size * _LINE, size * _RECORD
+        words, records = size * _LINE, size * _record_bytes(size)
         self._words = memory[:words].view(np.int64).reshape(size, _LINE // 8)
-        self._records = memory[words : words + records].reshape(size, _RECORD)
-        self._slots = memory[words + records :].reshape(2, size, MESSAGE)
+        self._records = memory[words : words + records].reshape(size, -1)
+        self._slots = memory[words + records :].reshape(2, size, -1)
         self._epoch, self._count = 1, 0
-        self._words[rank, _STARTED] = _process_start(os.getpid())
-        self._words[rank, _PID] = os.getpid()
+        self._losing = threading.Lock()  # abort() may come from another thread
+        me = Process.this()
+        self._words[rank, [_STARTED, _SPACE, _PID]] = me.started, me.space, me.pid
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Give every rank this rank's message (at most 4,092 bytes) and get all of them, by rank. A full barrier."""
-        if len(message) > MESSAGE - 4:
-            raise ValueError(f"a message between ranks has at most {MESSAGE - 4} bytes, got {len(message)}")
-        self.check()
+        """Give every rank this rank's message and get all of them, by rank. A full barrier.
+
+        Raises ValueError for a message that is too long, before anything is sent; PeerTimeout or Aborted.
+        """
         slot = self._slots[self._count % 2]
-        slot[self.rank, 4 : 4 + len(message)] = np.frombuffer(message, np.uint8)
-        slot[self.rank, :4].view(np.int32)[0] = len(message)
+        if len(message) > slot.shape[1] - 4:
+            raise ValueError(f"a message between ranks has at most {slot.shape[1] - 4} bytes, got {len(message)}")
+        self.check()
+        _write(slot[self.rank], message)
         self._count += 1
         mark = (self._epoch << _EPOCH) + self._count
         self._words[self.rank, _ARRIVED] = mark
         self._wait(_ARRIVED, mark)
-        lengths = slot[:, :4].copy().view(np.int32)[:, 0]
-        return [slot[r, 4 : 4 + lengths[r]].tobytes() for r in range(self.size)]
+        return [_read(slot[rank]) for rank in range(self.size)]
 
     def check(self) -> None:
         """Raise if this epoch is lost: PeerTimeout or Aborted, with the record that the first rank left."""
-        lost = self._words[:, _LOST] >= self._epoch
-        if lost.any():
-            self._raise_lost(int(np.flatnonzero(lost)[0]))
+        lost = np.flatnonzero(self._words[:, _LOST] >= self._epoch)
+        if lost.size:
+            raise error_of(json.loads(_read(self._records[lost[0]])), "this communicator's calls")
 
     def abort(self, reason: str) -> None:
         """End this epoch for all ranks: they raise Aborted with this reason until they recover."""
-        self._lose({"kind": "abort", "waiting": self.rank, "reason": reason[:1000]})
+        self._lose({"kind": "abort", "waiting": self.rank, "reason": short(reason)})
 
     def recover(self) -> None:
         """Open the next epoch; entered by all ranks. Raises PeerTimeout, and changes nothing, if some do not come."""
@@ -99,11 +102,15 @@ class FlagSync:
         self._wait(_RECOVER, following, recovering=True)
         self._epoch, self._count = following, 0
 
+    def close(self) -> None:
+        """Tell the others that this rank will not come again: they need not wait for the time-out."""
+        self._words[self.rank, _CLOSED] = 1
+
     def _wait(self, word: int, mark: int, *, recovering: bool = False) -> None:
-        deadline = time.monotonic() + self.timeout
-        spins, look = 0, time.monotonic() + 0.2
+        last = time.monotonic()
+        deadline, look, spins = last + self.timeout, last + _LOOK, 0
         while True:
-            if not recovering and (self._words[:, _LOST] >= self._epoch).any():
+            if not recovering:
                 self.check()
             behind = self._words[:, word] < mark
             if not behind.any():
@@ -114,63 +121,80 @@ class FlagSync:
                 continue
             time.sleep(50e-6 if spins < 2000 else 1e-3)
             now = time.monotonic()
-            if now < look:
+            if now - last > 1.0:  # this process was stopped; so were the others, perhaps: they get that time too
+                deadline += now - last
+            last = now
+            if now < min(look, deadline):
                 continue
-            look = now + 0.2
-            missing = [int(r) for r in np.flatnonzero(behind)]
-            dead = [r for r in missing if self._is_dead(r)]
-            if dead or now > deadline:
-                self._give_up(dead or missing, bool(dead), recovering)
+            look = now + _LOOK
+            missing = [int(rank) for rank in np.flatnonzero(behind)]
+            for kind, gone in (("died", self._is_dead), ("closed", self._has_closed)):
+                if any(map(gone, missing)):
+                    self._give_up(kind, [rank for rank in missing if gone(rank)], recovering)
+            if now > deadline:
+                self._give_up("late", missing, recovering)
 
     def _is_dead(self, rank: int) -> bool:
-        pid, started = int(self._words[rank, _PID]), int(self._words[rank, _STARTED])
-        return bool(pid and started) and _process_start(pid) != started
+        pid, started, space = (int(self._words[rank, word]) for word in (_PID, _STARTED, _SPACE))
+        return bool(pid) and Process(pid, started, space).is_dead()
 
-    def _give_up(self, missing: list[int], died: bool, recovering: bool) -> NoReturn:
-        record = {
-            "kind": "died" if died else "late",
-            "waiting": self.rank,
-            "missing": missing,
-            "sequence": self._count,
-            "seconds": self.timeout,
-        }
+    def _has_closed(self, rank: int) -> bool:
+        return bool(self._words[rank, _CLOSED])
+
+    def _give_up(self, kind: str, missing: list[int], recovering: bool) -> NoReturn:
+        record = lost_record(kind, self.rank, missing, self._count, self.timeout)
         if recovering:
-            raise _error(record, recovering=True)
+            raise error_of(record, "recover()")
         self._lose(record)
-        raise _error(record)
+        raise error_of(record, "this communicator's calls")
 
-    def _lose(self, record: dict[str, object]) -> None:
-        data = json.dumps(record).encode()[: _RECORD - 4]
-        mine = self._records[self.rank]
-        mine[4 : 4 + len(data)] = np.frombuffer(data, np.uint8)
-        mine[:4].view(np.int32)[0] = len(data)
-        self._words[self.rank, _LOST] = self._epoch
-
-    def _raise_lost(self, rank: int) -> NoReturn:
-        length = int(self._records[rank, :4].view(np.int32)[0])
-        raise _error(json.loads(self._records[rank, 4 : 4 + length].tobytes()))
+    def _lose(self, record: Mapping[str, Any]) -> None:
+        with self._losing:
+            if self._words[self.rank, _LOST] < self._epoch:  # the first record stays: others may be reading it
+                _write(self._records[self.rank], json.dumps(record, ensure_ascii=False).encode())
+                self._words[self.rank, _LOST] = self._epoch
 
 
-def _error(record: dict[str, object], recovering: bool = False) -> BicommError:
-    return error_of(record, "recover()" if recovering else "this communicator's calls")
+def _write(slot: npt.NDArray[np.uint8], data: bytes) -> None:
+    slot[4 : 4 + len(data)] = np.frombuffer(data, np.uint8)
+    slot[:4].view(np.int32)[0] = len(data)
 
 
-def error_of(record: dict[str, object], where: str) -> BicommError:
+def _read(slot: npt.NDArray[np.uint8]) -> bytes:
+    return slot[4 : 4 + int(slot[:4].view(np.int32)[0])].tobytes()
+
+
+def short(text: str) -> str:
+    """One line of at most 900 bytes of UTF-8 that JSON at most doubles."""
+    line = "".join(c if c.isprintable() else " " for c in text)
+    return line.encode(errors="replace")[:900].decode(errors="ignore")
+
+
+def lost_record(kind: str, waiting: int, missing: list[int], sequence: int, seconds: float) -> dict[str, Any]:
+    """What the rank that gives up leaves for the others. kind: "late", "died" or "closed"."""
+    return {"kind": kind, "waiting": waiting, "missing": missing, "sequence": sequence, "seconds": seconds}
+
+
+def error_of(record: Mapping[str, Any], where: str) -> BicommError:
     """The exception for the record that the rank which gave up first left behind."""
-    waiting = record["waiting"]
+    waiting, missing = int(record["waiting"]), tuple(record.get("missing", ()))
     if record["kind"] == "abort":
-        return Aborted(f"rank {waiting} aborted this communicator: {record['reason']}. {_THEN}")
-    missing = record["missing"]
-    assert isinstance(missing, list)
-    names = ", ".join(map(str, missing)) + (" has" if len(missing) == 1 else " have")
-    told = f"rank{'s' if len(missing) > 1 else ''} {names} "
-    told += "died" if record["kind"] == "died" else f"not arrived within {record['seconds']:g} s"
+        return Aborted(f"rank {waiting} aborted this communicator: {record['reason']}. {_AGAIN}")
+    has = "has" if len(missing) == 1 else "have"
+    told = {
+        "late": f"{has} not arrived within {record['seconds']:g} s",
+        "died": "died",
+        "closed": f"{has} closed this communicator",
+    }[record["kind"]]
+    then = _AGAIN if record["kind"] == "late" else _WITHOUT
     return PeerTimeout(
-        f"{told} (rank {waiting} waited in {where}, exchange {record['sequence']}). {_THEN}",
-        missing=tuple(missing),
-        waiting=int(str(waiting)),
-        sequence=int(str(record["sequence"])),
+        f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} {told} (rank {waiting} waited in {where}, "
+        f"exchange {record['sequence']}). {then}",
+        missing=missing,
+        waiting=waiting,
+        sequence=int(record["sequence"]),
     )
 
 
-_THEN = "Every call raises this until all ranks call comm.recover() together; without a dead rank, make a new communicator"
+_AGAIN = "Every call raises this until all ranks call comm.recover() together"
+_WITHOUT = "Every call raises this: go on with a new communicator of the ranks that are left"

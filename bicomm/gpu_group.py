@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from bicomm import barrier
 from bicomm.agree import StoreSync
-from bicomm.alltoall import AllToAllTransport
+from bicomm.alltoall import AllToAllTransport, Wire
 from bicomm.arguments import Mode
-from bicomm.capability import multicast_refusal
 from bicomm.communicator import Communicator, LocalRank
 from bicomm.errors import NoSharedMemory
 from bicomm.gpu import GpuTransport
@@ -39,7 +38,7 @@ def establish_gpu(
     timeout: float,
     reserve: int,
     sync: StoreSync,
-    make_group: Callable[[], dist.ProcessGroup],
+    make_wire: Callable[[], Wire],
 ) -> tuple[Transport, Facts]:
     """The transport of a group of GPUs, and its facts; the same on every rank. Collective."""
     rank, size = sync.rank, sync.size
@@ -54,7 +53,7 @@ def establish_gpu(
         told = {r: text.decode() for r, text in enumerate(sync.exchange(reason.encode()))}
         reason = "; ".join(f"rank {r}: {text}" for r, text in told.items() if text)
     if reason:
-        return AllToAllTransport(sync, make_group, device), Facts("cuda", size, reason, reason)
+        return AllToAllTransport(sync, make_wire, device), Facts("cuda", size, reason, reason)
     if control is None:  # one rank: nobody to wait for
         control = make_local_buffers(1, device, 8 * barrier.control_words(1))[0]
     transport = GpuTransport(rank, size, device, control, link, timeout, first_timeout())

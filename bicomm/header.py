@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
+
+import torch
 
 from bicomm.errors import CallMismatch, PeerRefused
+from bicomm.flags import short
 
-_PER_RANK = ("rows", "refusal")  # these may differ between the ranks of one call
+NOWHERE = (-1, -1)  # the place of an operand that is an ordinary tensor: it is copied during the call
+_PER_RANK = ("rows", "refusal", "gradient", "fixed")  # these may differ between the ranks of one call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +22,15 @@ class Header:
     sequence   how many calls this communicator has made since it was created or recovered.
     operation  combine, dispatch, combine_rows, grow.
     contract   the id of the contract, or "" where no sum is made.
-    dtype      of the operand, as torch prints it, without "torch.".
-    hidden     columns of the operand.
+    dtype      of the operand (and of the product that is summed), without "torch.".
+    hidden     columns of the operand; bytes to grow by.
+    slots      slots a token in combine_rows.
     splits     tokens per rank, or () where each rank knows its own count only.
-    place      where the operand lies: (arena, byte offset), the same on every rank.
+    place      where the operand lies: (arena, byte offset), the same on every rank; (-1, -1) for an ordinary tensor.
+    held       bytes of buffers handed out on this rank, and a check sum of where they lie.
     rows       rows of this rank's operand.
+    gradient   what this rank will ask a gradient for: "" or words with a +. The backward pass is collective too, so it
+               computes what any rank asks for. fixed: this rank's program is compiled, and cannot compute more than that.
     refusal    why this rank refuses its own arguments; "" where it does not.
     """
 
@@ -30,20 +39,25 @@ class Header:
     contract: str = ""
     dtype: str = ""
     hidden: int = 0
+    slots: int = 0
     splits: tuple[int, ...] = ()
-    place: tuple[int, int] = (0, 0)
+    place: tuple[int, int] = NOWHERE
+    held: tuple[int, int] = (0, 0)
     rows: int = 0
+    gradient: str = ""
+    fixed: bool = False
     refusal: str = ""
 
     def encode(self) -> bytes:
         """JSON, one line."""
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":")).encode()
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"), ensure_ascii=False).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Header:
         """What `encode` wrote."""
         fields = json.loads(data)
-        fields["splits"], fields["place"] = tuple(fields["splits"]), tuple(fields["place"])
+        for name in ("splits", "place", "held"):
+            fields[name] = tuple(fields[name])
         return cls(**fields)
 
     def differences(self, other: Header) -> list[str]:
@@ -57,24 +71,51 @@ class Header:
         return f"{self.operation}({shown})"
 
 
-def check_headers(headers: list[Header]) -> None:
+def name_of(dtype: torch.dtype) -> str:
+    """`float32`: a dtype as headers and messages say it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_headers(headers: Sequence[Header]) -> None:
     """Raise PeerRefused or CallMismatch unless all ranks entered the same call. The same outcome on every rank."""
     refusals = [(rank, header.refusal) for rank, header in enumerate(headers) if header.refusal]
     if refusals:
         told = "; ".join(f"rank {rank}: {reason}" for rank, reason in refusals)
-        raise PeerRefused(f"no rank ran this {headers[refusals[0][0]].operation}, because its arguments were refused: {told}")
+        raise PeerRefused(
+            f"no rank ran this {headers[refusals[0][0]].operation}, because its arguments were refused: {told}"
+        )
     for rank, header in enumerate(headers):
         fields = headers[0].differences(header)
         if fields:
             raise CallMismatch(
                 f"ranks entered different calls: rank 0 {headers[0].describe(fields)}, rank {rank} "
-                f"{header.describe(fields)}. Every rank of the group must make the same calls in the same order"
-                + (_ORDER_HINT if fields == ["place"] else "")
-                + ". Nothing was computed; the communicator can be used again"
+                f"{header.describe(fields)}{_hint(fields, headers[0], header)}. Every rank of the group must make the "
+                f"same calls in the same order. Nothing was computed; the communicator can be used again"
             )
 
 
-_ORDER_HINT = "; here the operands lie at different places, so buffers were acquired or released in another order"
+def _hint(fields: list[str], one: Header, other: Header) -> str:
+    if "operation" in fields or not {"place", "held"} & set(fields):
+        return ""
+    if (one.place == NOWHERE) != (other.place == NOWHERE):
+        return ": one operand lies in an acquired buffer and the other, at place (-1, -1), does not"
+    return ": buffers were acquired or released in another order, with other sizes, or on some ranks only"
+
+
+def gradients_of(headers: Sequence[Header]) -> str:
+    """What any rank asks a gradient for. Raises CallMismatch where a compiled rank would not compute it."""
+    words = [set(header.gradient.split("+")) - {""} for header in headers]
+    union = set().union(*words)
+    for rank, header in enumerate(headers):
+        if header.fixed and words[rank] != union:
+            asking = next(r for r, theirs in enumerate(words) if theirs - words[rank])
+            raise CallMismatch(
+                f"rank {asking} asks for a gradient to {headers[asking].gradient} of this {header.operation} and rank "
+                f"{rank}, whose program is compiled, to {header.gradient or 'nothing'}. The backward pass is collective, "
+                f"so all compiled ranks must ask alike: call requires_grad_() on the operand of rank {rank}, which may "
+                f"have got no tokens. Nothing was computed; the communicator can be used again"
+            )
+    return "+".join(sorted(union))
 
 
 def check_status(statuses: list[bytes], rank: int) -> None:
@@ -85,8 +126,5 @@ def check_status(statuses: list[bytes], rank: int) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """A reason short enough to publish: the error's type and message, at most 900 bytes."""
-    text = f"{type(error).__name__}: {error}"
-    return text.encode()[:900].decode(errors="ignore")
-
-
+    """A reason short enough to publish: the error's type and message, in one line of at most 900 bytes."""
+    return short(f"{type(error).__name__}: {error}")

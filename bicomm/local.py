@@ -8,6 +8,7 @@ import torch
 from bicomm.arguments import Mode
 from bicomm.communicator import Communicator, LocalRank
 from bicomm.cpu import CpuTransport
+from bicomm.errors import NoRoom
 from bicomm.flags import FlagSync, control_bytes
 from bicomm.plan import Facts
 from bicomm.symmem.buffer import SymmetricBuffer, align
@@ -52,10 +53,16 @@ class _Arena:
 
     def allocate(self, rank: int, sync: FlagSync, nbytes: int) -> SymmetricBuffer:
         stride = align(nbytes)
+        failure = ""
         if rank == 0:
-            self._whole = torch.empty(self._size * stride, dtype=torch.uint8)
-        sync.exchange(b"")
+            try:
+                self._whole = torch.empty(self._size * stride, dtype=torch.uint8)
+            except RuntimeError as error:
+                failure = str(error).splitlines()[0]
+        failure = sync.exchange(failure.encode())[0].decode()
         whole = self._whole
         sync.exchange(b"")
+        if failure:
+            raise NoRoom(f"rank 0 cannot allocate {self._size * stride:,} bytes: {failure}")
         peers = [whole[r * stride : (r + 1) * stride] for r in range(self._size)]
         return SymmetricBuffer(local=peers[rank], peers=peers, owner=whole)

@@ -6,36 +6,46 @@ not used. Without it Inductor removes the call on a rank with zero tokens, and t
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import Tensor
 from torch._library.effects import EffectType
 
-from bicomm.contract import EXACT
+from bicomm.errors import BicommError
+from bicomm.rows_gradient import of_rows, of_weights
+from bicomm.transport import Asked
 
 if TYPE_CHECKING:
     from bicomm.communicator import Communicator
 
 _communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
-_next_handle = 0
+_handles = itertools.count(1)
 
 
 def register(communicator: Communicator) -> int:
     """A number that the operators know this communicator by, in this process."""
-    global _next_handle
-    _next_handle += 1
-    _communicators[_next_handle] = communicator
-    return _next_handle
+    handle = next(_handles)
+    _communicators[handle] = communicator
+    return handle
 
 
 def of(handle: int) -> Communicator:
-    """The communicator with this number."""
-    return _communicators[handle]
+    """The communicator with this number. Raises BicommError where it is gone."""
+    found = _communicators.get(handle)
+    if found is None:
+        raise BicommError("the communicator of this call is gone: keep it until the last backward pass that needs it")
+    return found
 
 
+# Arguments that all three have. handle: of the communicator. rank, size: part of the operator, since compiled code is
+# cached by its arguments and shared between processes, and its shapes depend on them. asked: which operands require a
+# gradient; fixed: said by compiled code, which cannot do more in the backward pass than what it was compiled for.
+#
 # Host splits are ints, and compiled code is compiled again for other values; `counts` is the same as a tensor, on the CPU
 # (the result's size is then known at run time only) or on the GPU (the result then has `capacity` rows).
 
@@ -47,21 +57,24 @@ def combine(
     counts: Optional[Tensor],  # noqa: UP045
     handle: int,
     rank: int,
+    size: int,
     mode: str,
     out_dtype: torch.dtype,
     capacity: int,
+    asked: str,
+    fixed: bool,
 ) -> Tensor:
     """See Communicator.combine."""
     with torch.no_grad():
-        return of(handle)._combine(x, _shares(splits, counts), mode, None, out_dtype, capacity)
+        return of(handle)._combine(x, _shares(splits, counts), mode, None, out_dtype, capacity, Asked(asked, fixed))
 
 
 @combine.register_fake
-def _(x, splits, counts, handle, rank, mode, out_dtype, capacity):  # type: ignore[no-untyped-def]
+def _(x, splits, counts, handle, rank, size, mode, out_dtype, capacity, asked, fixed):  # type: ignore[no-untyped-def]
     if splits is not None:
         rows = splits[rank]
     elif counts is None:
-        rows = x.shape[0] // of(handle).size
+        rows = x.shape[0] // size
     else:
         rows = capacity if counts.is_cuda else torch.library.get_ctx().new_dynamic_size()
     return x.new_empty((rows, x.shape[1]), dtype=out_dtype)
@@ -74,16 +87,19 @@ def dispatch(
     counts: Optional[Tensor],  # noqa: UP045
     handle: int,
     rank: int,
+    size: int,
     mode: str,
     capacity: int,
+    asked: str,
+    fixed: bool,
 ) -> Tensor:
     """See Communicator.dispatch. mode: of the combine that is this operator's gradient."""
     with torch.no_grad():
-        return of(handle)._dispatch(x, _shares(splits, counts), None, capacity)
+        return of(handle)._dispatch(x, _shares(splits, counts), None, capacity, Asked(asked, fixed))
 
 
 @dispatch.register_fake
-def _(x, splits, counts, handle, rank, mode, capacity):  # type: ignore[no-untyped-def]
+def _(x, splits, counts, handle, rank, size, mode, capacity, asked, fixed):  # type: ignore[no-untyped-def]
     if splits is not None:
         rows = sum(splits)
     else:
@@ -99,16 +115,22 @@ def combine_rows(
     weights: Optional[Tensor],  # noqa: UP045
     handle: int,
     rank: int,
+    size: int,
     product_dtype: torch.dtype,
     out_dtype: torch.dtype,
+    asked: str,
+    fixed: bool,
 ) -> Tensor:
     """See Communicator.combine_rows."""
     with torch.no_grad():
-        return of(handle)._combine_rows(rows, row_of_slot, rank_of_slot, weights, product_dtype, None, out_dtype)
+        comm = of(handle)
+        return comm._combine_rows(
+            rows, row_of_slot, rank_of_slot, weights, product_dtype, None, out_dtype, Asked(asked, fixed)
+        )
 
 
 @combine_rows.register_fake
-def _(rows, row_of_slot, rank_of_slot, weights, handle, rank, product_dtype, out_dtype):  # type: ignore[no-untyped-def]
+def _(rows, row_of_slot, rank_of_slot, weights, handle, rank, size, product_dtype, out_dtype, asked, fixed):  # type: ignore[no-untyped-def]
     return rows.new_empty((row_of_slot.shape[0], rows.shape[1]), dtype=out_dtype)
 
 
@@ -116,95 +138,173 @@ def _shares(splits: Sequence[int] | None, counts: Tensor | None) -> Any:
     return counts if splits is None else splits
 
 
+# --------------------------------------------------------------------------------------- operators of backward passes
+
+
+@torch.library.custom_op("bicomm::combine_counted", mutates_args=())
+def combine_counted(grad: Tensor, handle: int, rank: int, size: int, mode: str, rows: int) -> Tensor:
+    """The gradient of a dispatch in which each rank knew its own count only, `rows`: they tell each other here."""
+    with torch.no_grad():
+        comm = of(handle)
+        return comm._combine(grad, comm.exchange_counts(rows), mode, None, torch.float32, rows)
+
+
+@combine_counted.register_fake
+def _(grad, handle, rank, size, mode, rows):  # type: ignore[no-untyped-def]
+    return grad.new_empty((rows, grad.shape[1]), dtype=torch.float32)
+
+
+@torch.library.custom_op("bicomm::combine_rows_backward", mutates_args=())
+def combine_rows_backward(
+    grad: Tensor,
+    rows: Tensor,
+    row_of_slot: Tensor,
+    rank_of_slot: Tensor,
+    weights: Optional[Tensor],  # noqa: UP045
+    handle: int,
+    rank: int,
+    size: int,
+    words: str,
+) -> tuple[Tensor, Tensor]:
+    """The gradients to rows and weights, each without elements where `words` does not name it."""
+    with torch.no_grad():
+        maps = (row_of_slot, rank_of_slot, weights)
+        to_rows, to_weights = rows.new_empty(0), grad.new_empty(0, dtype=torch.float32)
+        if "rows" in words:
+            to_rows = of_rows(of(handle), grad, rows, *maps)
+        if "weights" in words:
+            to_weights = of_weights(of(handle), grad, rows, *maps)
+        return to_rows, to_weights
+
+
+@combine_rows_backward.register_fake
+def _(grad, rows, row_of_slot, rank_of_slot, weights, handle, rank, size, words):  # type: ignore[no-untyped-def]
+    to_rows = torch.empty_like(rows, memory_format=torch.contiguous_format) if "rows" in words else rows.new_empty(0)
+    shape = row_of_slot.shape if "weights" in words else (0,)
+    return to_rows, grad.new_empty(shape, dtype=torch.float32)
+
+
 # -------------------------------------------------------------------------------------------------------- gradients
 
 
-def _save_shares(ctx: Any, splits: Sequence[int] | None, counts: Tensor | None) -> None:
-    ctx.splits = None if splits is None else list(splits)
-    ctx.save_for_backward(counts)
+def asks(**operands: Any) -> str:
+    """The names of the operands that require a gradient here, joined by a +."""
+    if not torch.is_grad_enabled():
+        return ""
+    return "+".join([name for name, x in operands.items() if isinstance(x, Tensor) and x.requires_grad])
 
 
 def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, splits, counts, ctx.handle, ctx.rank, ctx.mode, _, _ = inputs
+    x, splits, counts, ctx.handle, ctx.rank, ctx.size, ctx.mode, _, _, _, ctx.fixed = inputs
     ctx.rows = x.shape[0]
     if splits is None and counts is None:
-        splits = [output.shape[0]] * of(ctx.handle).size
-    _save_shares(ctx, splits, counts)
+        splits = [output.shape[0]] * ctx.size
+    ctx.splits = None if splits is None else list(splits)
+    ctx.save_for_backward(counts)
 
 
 def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """Every rank's partials enter a token's sum with factor 1: their gradient is that of the sum, from its owner."""
     (counts,) = ctx.saved_tensors
-    spread = dispatch(grad.contiguous(), ctx.splits, counts, ctx.handle, ctx.rank, ctx.mode, ctx.rows)
-    return (spread.float(), *[None] * 7)
+    grad = grad.contiguous()
+    spread = dispatch(grad, ctx.splits, counts, *_who(ctx), ctx.mode, ctx.rows, asks(x=grad), ctx.fixed)
+    return (spread.float(), *[None] * 10)
 
 
 def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, splits, counts, ctx.handle, ctx.rank, ctx.mode, _ = inputs
+    x, splits, counts, ctx.handle, ctx.rank, ctx.size, ctx.mode, _, _, ctx.fixed = inputs
     ctx.rows, ctx.dtype = x.shape[0], x.dtype
-    if splits is None and counts is None:
-        ctx.save_for_backward(x.new_tensor([x.shape[0]], dtype=torch.int64).cpu())
-        ctx.splits = None
-        ctx.own = True
-    else:
-        _save_shares(ctx, splits, counts)
-        ctx.own = False
+    ctx.splits = None if splits is None else list(splits)
+    ctx.save_for_backward(counts)
 
 
 def _dispatch_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """Every rank used a token: their gradients are combined at its owner, in fp32, under the stated contract."""
     (counts,) = ctx.saved_tensors
-    splits = ctx.splits
-    if ctx.own:  # every rank knew its own count only
-        splits, counts = of(ctx.handle)._gather_counts(ctx.rows), None
-    total = combine(grad.float(), splits, counts, ctx.handle, ctx.rank, ctx.mode, torch.float32, ctx.rows)
-    return (total.to(ctx.dtype), *[None] * 6)
+    partials = grad.float().contiguous()
+    if ctx.splits is None and counts is None:
+        total = combine_counted(partials, *_who(ctx), ctx.mode, ctx.rows)
+    else:
+        asked = asks(x=partials)
+        total = combine(partials, ctx.splits, counts, *_who(ctx), ctx.mode, torch.float32, ctx.rows, asked, ctx.fixed)
+    return (total.to(ctx.dtype), *[None] * 9)
 
 
 def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows, row_of_slot, rank_of_slot, weights, ctx.handle, ctx.rank, _, _ = inputs
+    rows, row_of_slot, rank_of_slot, weights, ctx.handle, ctx.rank, ctx.size, _, _, asked, fixed = inputs
+    # Eager code also computes what only other ranks ask for, since that is collective.
+    agreed = None if fixed else of(ctx.handle).transport.agreed
+    ctx.words = asked if agreed is None else agreed
     ctx.save_for_backward(rows, row_of_slot, rank_of_slot, weights)
 
 
 def _rows_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """To a row: weight * the gradient of its token. To a weight: the inner product of its row and that gradient."""
     rows, row_of_slot, rank_of_slot, weights = ctx.saved_tensors
-    grad_rows = grad_weights = None
-    if ctx.needs_input_grad[0]:
-        grad_rows = _gradient_of_rows(ctx, grad, rows, row_of_slot, rank_of_slot, weights)
-    if weights is not None and ctx.needs_input_grad[3]:
-        grad_weights = torch.empty_like(weights)
-        for slot in range(weights.shape[1]):
-            one = (row_of_slot[:, slot : slot + 1], rank_of_slot[:, slot : slot + 1])
-            fetched = combine_rows(rows, *one, None, ctx.handle, ctx.rank, torch.float32, torch.float32)
-            grad_weights[:, slot] = EXACT.sum((fetched * grad.float()).t())
-    return (grad_rows, None, None, grad_weights, *[None] * 4)
+    to_rows, to_weights = combine_rows_backward(
+        grad.contiguous(), rows, row_of_slot, rank_of_slot, weights, *_who(ctx), ctx.words
+    )
+    needs = ctx.needs_input_grad
+    return (to_rows if needs[0] else None, None, None, to_weights if needs[3] else None, *[None] * 7)
 
 
-def _gradient_of_rows(
-    ctx: Any, grad: Tensor, rows: Tensor, row_of_slot: Tensor, rank_of_slot: Tensor, weights: Tensor | None
+def _who(ctx: Any) -> tuple[int, int, int]:
+    return ctx.handle, ctx.rank, ctx.size
+
+
+class _Join(torch.autograd.Function):
+    """A result that needs no gradient for this rank's own operands, but takes part in the backward pass of the others'."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ticket: Tensor, box: list[Tensor], backward: Callable[[Any, Tensor], Any], call: Any
+    ) -> Tensor:
+        ctx.backward, ctx.call = backward, call
+        return box.pop()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        ctx.backward(ctx.call, grad)
+        return (None,) * 4
+
+
+def _join(
+    result: Tensor, backward: Callable[[Any, Tensor], Any], comm: Communicator, saved: Any, **call: Any
 ) -> Tensor:
-    def spread(x: Tensor) -> Tensor:
-        return dispatch(x.contiguous(), None, None, ctx.handle, ctx.rank, "exact", 0)
+    """call: what the backward function finds in its context, where the operator itself did not run."""
+    who = {"handle": comm.handle, "rank": comm.rank, "size": comm.size, "fixed": False}
+    context = SimpleNamespace(saved_tensors=saved, needs_input_grad=(False,) * 4, **who, **call)
+    ticket = torch.empty(0, requires_grad=True)
+    joined: Tensor = _Join.apply(ticket, [result], backward, context)  # type: ignore[no-untyped-call]
+    return joined
 
-    everywhere = spread(grad)
-    row_of_slot, rank_of_slot = spread(row_of_slot), spread(rank_of_slot)
-    weights = None if weights is None else spread(weights)
-    here = rank_of_slot == ctx.rank
-    token, _ = here.nonzero(as_tuple=True)  # by token, then slot
-    value = everywhere[token].float()
-    if weights is not None:
-        value = value * weights[here].unsqueeze(-1)
-    total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
-    total.index_put_((row_of_slot[here].long(),), value, accumulate=True)  # sorted, so no atomics
-    return total.to(rows.dtype)
+
+def join_combine(
+    result: Tensor, comm: Communicator, splits: list[int] | None, counts: Tensor | None, mode: str, rows: int
+) -> Tensor:
+    """The result of a combine whose operand requires a gradient on other ranks only."""
+    return _join(result, _combine_backward, comm, (counts,), splits=splits, mode=mode, rows=rows)
+
+
+def join_dispatch(
+    result: Tensor, comm: Communicator, splits: list[int] | None, counts: Tensor | None, mode: str, x: Tensor
+) -> Tensor:
+    """The same for dispatch. This rank used the others' tokens, so its gradient is part of theirs."""
+    return _join(result, _dispatch_backward, comm, (counts,), splits=splits, mode=mode, rows=x.shape[0], dtype=x.dtype)
+
+
+def join_rows(
+    result: Tensor, comm: Communicator, operands: tuple[Tensor, Tensor, Tensor, Tensor | None], words: str
+) -> Tensor:
+    """The same for combine_rows."""
+    return _join(result, _rows_backward, comm, operands, words=words)
 
 
 combine.register_autograd(_combine_backward, setup_context=_combine_setup)
 dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
 combine_rows.register_autograd(_rows_backward, setup_context=_rows_setup)
 
-for _operator in (combine, dispatch, combine_rows):
+for _operator in (combine, dispatch, combine_rows, combine_counted, combine_rows_backward):
     _operator.register_effect(EffectType.ORDERED)
 
 

@@ -1,24 +1,18 @@
-"""How operands reach the ranks that sum them: what every transport offers, and the course of one host-side call."""
+"""How operands reach the ranks that sum them: what every transport offers."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-import threading
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from bicomm.arguments import splits_of
 from bicomm.contract import Contract
-from bicomm.errors import NoSharedMemory, PeerTimeout
-from bicomm.header import Header, check_headers, check_status, first_line
 from bicomm.symmem.arenas import Place
 
-P = TypeVar("P")
-R = TypeVar("R")
 Shares = tuple[int, ...] | Tensor  # tokens per rank: on the host, or an int64 tensor [W] on the GPU
 
 
@@ -40,6 +34,20 @@ class Sync(Protocol):
 
     def recover(self) -> None:
         """Go on, all ranks together."""
+
+    def close(self) -> None:
+        """Tell the others that this rank will not come again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a rank will ask a gradient for in the backward pass of its next call.
+
+    words: "" or "x", "rows", "weights", "rows+weights". fixed: compiled code, which can compute nothing beyond.
+    """
+
+    words: str = ""
+    fixed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,6 +77,12 @@ class Transport(abc.ABC):
     name: str
     rank: int
     size: int
+    asked: Asked = Asked()  # set before a call
+
+    @property
+    def agreed(self) -> str | None:
+        """What any rank asked a gradient for in the last call; None where the hosts did not tell each other."""
+        return None
 
     def shares(self, splits: Any, rows: int | None) -> Shares:
         """Tokens per rank: checked against the rows of the operand, where these are all ranks' tokens."""
@@ -89,6 +103,15 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def dispatch(self, x: Tensor, splits: Shares | None, out: Tensor | None, capacity: int | None) -> Tensor:
         """Every rank's x [splits[rank], H], one below the other: [sum(splits), H], in `out` where one is given."""
+
+    def exchange_counts(self, own: int | Tensor) -> Tensor:
+        """Every rank's count: int64 [W]."""
+        mine = torch.tensor([[int(own)]], dtype=torch.int64)
+        return self.dispatch(mine, (1,) * self.size, None, None).view(self.size)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.exchange_counts(0)
 
     @abc.abstractmethod
     def refuse(self, operation: str, refusal: Exception) -> None:
@@ -122,68 +145,10 @@ class Transport(abc.ABC):
     def suspend(self) -> None:
         """Give the symmetric memory back; the next call takes it again, all ranks together."""
 
+    def find(self, x: Tensor) -> bool:
+        """Whether a tensor's memory is symmetric memory of this transport."""
+        return False
+
     def close(self) -> None:
         """Let go of everything. Not collective."""
         self.suspend()
-
-
-class HostCalls:
-    """The course of a call that the host drives. One call at a time on a rank."""
-
-    def __init__(self, sync: Sync) -> None:
-        self.sync = sync
-        self._sequence = 0
-        self._lock = threading.Lock()
-
-    def run(
-        self,
-        header: Header,
-        publish: Callable[[list[Header]], P],
-        consume: Callable[[list[Header], P], R],
-        refusal: Exception | None = None,
-    ) -> R:
-        """Exchange headers; every rank publishes its operand; every rank consumes the others'.
-
-        All ranks agree after each of the three steps, so they leave a call that fails anywhere together and can make
-        the next one. Raises `refusal` itself where one is given; else PeerRefused, CallMismatch, PeerTimeout, or what
-        `publish` or `consume` raised.
-        """
-        with self._lock:
-            self._sequence += 1
-            header = dataclasses.replace(header, sequence=self._sequence)
-            if refusal is not None:
-                header = dataclasses.replace(header, refusal=first_line(refusal))
-            try:
-                headers = [Header.decode(data) for data in self.sync.exchange(header.encode())]
-            except Exception as error:
-                if refusal is not None:  # what this rank's caller can mend comes first
-                    raise refusal from error
-                raise
-            if refusal is not None:
-                raise refusal
-            check_headers(headers)
-            published = self._step(lambda: publish(headers))
-            return self._step(lambda: consume(headers, published))
-
-    def _step(self, work: Callable[[], R]) -> R:
-        failure: Exception | None = None
-        try:
-            result = work()
-        except PeerTimeout:
-            raise  # the group has given up already
-        except Exception as error:
-            failure = error
-        except BaseException as error:  # an interrupt: nobody knows how far this rank came
-            self.sync.abort(first_line(error))
-            raise
-        agreed = failure is None or isinstance(failure, NoSharedMemory)  # that one, all ranks raise by themselves
-        statuses = self.sync.exchange(b"" if agreed else first_line(failure).encode())  # type: ignore[arg-type]
-        if failure is not None:
-            raise failure
-        check_status(statuses, self.sync.rank)
-        return result
-
-    def recover(self) -> None:
-        """Go on, all ranks together, from call 1."""
-        self.sync.recover()
-        self._sequence = 0

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from bicomm.errors import CaptureError
-from bicomm.symmem.buffer import SymmetricBuffer, align
+from bicomm.errors import CaptureError, NoRoom
+from bicomm.symmem.buffer import SymmetricBuffer, address_of, align
+
+
+_HEADROOM = 256 << 20  # bytes that an arena may be larger than what was asked for
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,7 +41,7 @@ class Arenas:
     def __init__(self, allocate: Callable[[int], SymmetricBuffer]) -> None:
         self._allocate = allocate
         self._buffers: dict[int, SymmetricBuffer] = {}
-        self._made = 0
+        self.made = 0  # how many arenas there ever were: the next one's number
 
     def take(self, nbytes: int) -> Place | None:
         """A place that fits, newest arena first; None where the arenas must grow. Not collective."""
@@ -60,16 +64,34 @@ class Arenas:
                 f"large enough, call comm.reserve(tokens, hidden), or run this call once outside the graph"
             )
         self._buffers = {n: b for n, b in self._buffers.items() if b.in_use or b.pinned}
-        self._buffers[self._made] = self._allocate(align(max(nbytes, min(2 * largest, nbytes + (256 << 20)))))
-        self._made += 1
+        enough = align(max(nbytes, 1))
+        ample = align(max(enough, min(2 * largest, enough + _HEADROOM)))
+        try:
+            made = self._allocate(ample)
+        except NoRoom:  # on all ranks
+            if ample == enough:
+                raise
+            made = self._allocate(enough)
+        self._buffers[self.made] = made
+        self.made += 1
 
     def release(self, place: Place) -> None:
         """Take a place back."""
         place.buffer.give(place.offset)
 
+    def layout(self) -> tuple[int, int]:
+        """Bytes handed out, and a check sum of where: equal on ranks whose next place will be the same."""
+        places = [(number, buffer.capacity, buffer.places()) for number, buffer in sorted(self._buffers.items())]
+        return self.in_use, zlib.crc32(repr((self.made, places)).encode())
+
+    def restart(self, made: int) -> None:
+        """Drop the arenas that nobody uses, and count on from `made`."""
+        self._buffers = {n: b for n, b in self._buffers.items() if b.in_use or b.pinned}
+        self.made = made
+
     def find(self, x: Tensor) -> tuple[int, SymmetricBuffer] | None:
         """The arena that a tensor's memory lies in."""
-        address = x.data_ptr()
+        address = address_of(x)
         for number, buffer in self._buffers.items():
             start = buffer.local.data_ptr()
             if start <= address < start + buffer.capacity:

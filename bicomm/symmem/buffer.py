@@ -16,6 +16,11 @@ def align(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+def address_of(x: Tensor) -> int:
+    """Where a tensor's first element lies or would lie: `data_ptr()` is 0 for a tensor without elements."""
+    return x.untyped_storage().data_ptr() + int(x.storage_offset()) * x.element_size()
+
+
 @dataclasses.dataclass(eq=False)
 class SymmetricBuffer:
     """Memory of `capacity` bytes on every rank of a group.
@@ -69,6 +74,10 @@ class SymmetricBuffer:
     def give(self, offset: int) -> None:
         """Take a place back."""
         del self._used[offset]
+
+    def places(self) -> list[tuple[int, int]]:
+        """Offset and bytes of what is handed out."""
+        return sorted(self._used.items())
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype, rank: int | None = None) -> Tensor:
         """A place as a tensor: this rank's, or a peer's where the host can read it."""

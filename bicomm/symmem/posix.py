@@ -7,13 +7,14 @@ import mmap
 import os
 import secrets
 
-from bicomm.errors import NoSharedMemory
+from bicomm.errors import NoRoom, NoSharedMemory
 
 DIRECTORY = "/dev/shm"
 
 
 def create(nbytes: int) -> tuple[str, mmap.mmap]:
-    """Make a segment of zeros: its path and mapping. Raises NoSharedMemory when there is no room, before any write.
+    """Make a segment of zeros: its path and mapping. Raises NoRoom before any write where it does not fit, and
+    NoSharedMemory where there is no such memory here.
 
     The name cannot be guessed and the mode is 0600; `posix_fallocate` reserves the memory, where a plain truncate would
     end in a bus error at the first write that finds none.
@@ -26,14 +27,19 @@ def create(nbytes: int) -> tuple[str, mmap.mmap]:
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
         return path, mmap.mmap(descriptor, nbytes)
-    except OSError as error:
-        os.unlink(path)
-        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise NoSharedMemory(
+    except (OSError, OverflowError) as error:
+        unlink(path)
+        full = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
+        if isinstance(error, OverflowError) or error.errno in full:
+            raise NoRoom(
                 f"{DIRECTORY} has no room for {nbytes:,} bytes ({free_bytes():,} are free): make it larger "
-                f"(docker run --shm-size=..., mount -o remount,size=...) or use fewer tokens, hidden sizes or ranks"
+                f"(docker run --shm-size=..., mount -o remount,size=...), use fewer tokens, hidden sizes or ranks, or make "
+                f"the communicator with share_memory=False"
             ) from error
         raise NoSharedMemory(f"cannot reserve {nbytes:,} bytes in {DIRECTORY}: {error}") from error
+    except BaseException:
+        unlink(path)
+        raise
     finally:
         os.close(descriptor)
 
@@ -43,11 +49,16 @@ def attach(path: str, nbytes: int) -> mmap.mmap:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        raise NoSharedMemory(f"cannot open another rank's memory, so it lives on another host or container: {error}") from error
+        raise NoSharedMemory(
+            f"cannot open another rank's memory, so it lives on another host or container: {error}"
+        ) from error
     try:
-        if os.fstat(descriptor).st_size != nbytes:
-            raise NoSharedMemory(f"another rank's memory has {os.fstat(descriptor).st_size:,} bytes, expected {nbytes:,}")
+        size = os.fstat(descriptor).st_size
+        if size != nbytes:
+            raise NoSharedMemory(f"another rank's memory has {size:,} bytes, expected {nbytes:,}")
         return mmap.mmap(descriptor, nbytes)
+    except OSError as error:
+        raise NoSharedMemory(f"cannot map {nbytes:,} bytes of another rank's memory: {error}") from error
     finally:
         os.close(descriptor)
 
@@ -56,7 +67,7 @@ def unlink(path: str) -> None:
     """Take the name away; the memory stays as long as a rank maps it."""
     try:
         os.unlink(path)
-    except FileNotFoundError:
+    except OSError:  # another rank was quicker, or this one never saw it
         pass
 
 

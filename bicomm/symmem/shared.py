@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from bicomm.errors import NoSharedMemory
+from bicomm.errors import NoRoom, NoSharedMemory
 from bicomm.flags import FlagSync, control_bytes, ordered_stores
 from bicomm.symmem import posix
 from bicomm.symmem.buffer import SymmetricBuffer, align
@@ -17,21 +17,26 @@ Exchange = Callable[[bytes], list[bytes]]
 
 
 def _map_together(exchange: Exchange, rank: int, nbytes: int) -> mmap.mmap:
-    """Rank 0 makes a segment, all map it, and its name is gone: or NoSharedMemory on every rank."""
+    """Rank 0 makes a segment, all map it, and its name is gone: or NoSharedMemory on every rank, NoRoom for want of it.
+
+    Two exchanges, whatever happens on a rank, so that the ranks stay in step.
+    """
     path, mapping, failure = "", None, ""
     try:
         if rank == 0:
             try:
                 path, mapping = posix.create(nbytes)
-            except NoSharedMemory as error:
-                failure = f"!{error}"
+            except Exception as error:
+                failure = f"{'full' if isinstance(error, NoRoom) else 'none'} {error}"
         told = exchange((failure or path).encode())[0].decode()
-        if told.startswith("!"):
-            raise NoSharedMemory(f"rank 0: {told[1:]}")
+        if not told.startswith("/"):
+            kind, _, reason = told.partition(" ")
+            raise (NoRoom if kind == "full" else NoSharedMemory)(f"rank 0: {reason}")
+        path = told  # whoever knows the name takes it away: rank 0 may be killed
         try:
-            mapping = mapping or posix.attach(told, nbytes)
-        except NoSharedMemory as error:
-            failure = str(error)
+            mapping = mapping or posix.attach(path, nbytes)
+        except Exception as error:
+            failure = str(error) or type(error).__name__
         failures = {r: text.decode() for r, text in enumerate(exchange(failure.encode())) if text}
     finally:
         if path:
