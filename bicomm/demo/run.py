@@ -158,7 +158,7 @@ def _demo(
     naive, backwards = (differing(x, oracle["ordered"]) for x in (outcome.all_reduced, oracle["reversed"]))
     controls = (
         Control("all_reduce", _backend(world), outcome.milliseconds["all_reduce"], naive),
-        Control("reverse", "ranks added W-1 to 0", None, backwards),
+        Control("reverse", "last rank first", None, backwards),
     )
     return Report(
         ranks=world.size,
