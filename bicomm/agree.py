@@ -5,6 +5,7 @@ A communicator uses it once, when it is made; a group of several hosts uses it a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -65,10 +66,8 @@ class StoreSync:
 
     def close(self) -> None:
         """Tell the others that this rank will not come again: they need not wait for the time-out."""
-        try:
+        with contextlib.suppress(RuntimeError):  # the store is gone, and with it everybody who would ask
             self._store.set(f"closed/{self.rank}", "1")
-        except RuntimeError:  # the store is gone, and with it everybody who would ask
-            pass
 
     def post(self, text: str) -> None:
         """Leave a text that other ranks may read later."""

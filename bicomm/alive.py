@@ -10,8 +10,9 @@ import os
 class Process:
     """A process, told from a later one with the same number by its start.
 
-    started   clock ticks after boot, 0 where unknown. space: the PID namespace, 0 where unknown: numbers mean nothing in
-              another one, so a process there is never taken for dead.
+    started   clock ticks after boot, 0 where unknown.
+    space     the PID namespace, 0 where unknown: numbers mean nothing in another one, so a process there is never taken
+              for dead.
     """
 
     pid: int

@@ -1,7 +1,7 @@
 """The all-to-all transport: rows travel by torch.distributed, and the contract's function sums them where they arrive.
 
-It needs no shared memory, so it serves several hosts, several NVLink domains, containers: anything with a process group.
-The sum is the contract's, so the bits are those of every other transport.
+It needs no shared memory, so it serves several hosts, several NVLink domains, containers: any process group. The sum
+is the contract's, so the bits are those of every other transport.
 """
 
 from __future__ import annotations

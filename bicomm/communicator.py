@@ -32,15 +32,15 @@ class Communicator:
     group         a torch process group; None for the one that `bicomm.init` found.
     max_tokens,   rows and columns of the largest fp32 operand: its symmetric memory is taken now. Larger operands grow
     hidden        it, all ranks together, except under CUDA graph capture.
-    mode          `ordered`, `exact`, `multimem`, `fp64`, a preset, a contract id or a `Contract`; None if each call says.
+    mode          `ordered`, `exact`, `multimem`, `fp64`, a preset, an id or a `Contract`; None if each call says.
     strict        raise, rather than run the same contract in software, where mode="multimem" cannot use the switch.
     timeout       seconds that a call waits for the other ranks (default 30, or BICOMM_TIMEOUT).
     device        where operands live; None for the device that `bicomm.init` chose.
     share_memory  False: never map other ranks' memory; rows travel by all-to-all.
     debug         catch writes into released buffers, at the cost of a check at each release (or BICOMM_DEBUG=1).
 
-    Raises NotInitialized without a group, ValueError where the ranks' arguments differ, NoRoom where shared memory is too
-    small for them, BicommError for strict, and PeerRefused where another rank's arguments were refused.
+    Raises NotInitialized without a group, ValueError where the ranks' arguments differ, NoRoom where shared memory is
+    too small for them, BicommError for strict, and PeerRefused where another rank's arguments were refused.
     """
 
     def __init__(
@@ -189,8 +189,10 @@ class Communicator:
         weights        fp32 [t, K] or None. The addend is the product weight * row rounded to product_dtype.
         product_dtype  torch.float32 or torch.bfloat16.
 
-        Returns [t, hidden], fp32 or `out_dtype`. The bits depend neither on the number of ranks nor on which expert sits
-        on which rank. Raises IndexError on the rank whose map names a row that does not exist; otherwise as `combine`.
+        Returns [t, hidden], fp32 or `out_dtype`. The bits depend neither on the number of ranks nor on which expert
+        sits on which rank. Gradients to rows are exact sums over the slots that used a row, those to weights exact
+        inner products: as independent. Raises IndexError on the rank whose map names a row that does not exist;
+        otherwise as `combine`.
         """
         maps = (row_of_slot, rank_of_slot, weights)
         return routes.combine_rows(self, rows, *maps, product_dtype, out, out_dtype)
@@ -219,8 +221,8 @@ class Communicator:
     def exchange_counts(self, own: int | Tensor) -> Tensor:
         """Every rank's number, where each knows its own: int64 [W] on this communicator's device.
 
-        own: an int, or an integer tensor of one element; on a GPU it is read on the device, so that counting, combine and
-        dispatch can be one captured graph: `splits=comm.exchange_counts(own)`.
+        own: an int, or an integer tensor of one element; on a GPU it is read on the device, so that counting, combine
+        and dispatch can be one captured graph: `splits=comm.exchange_counts(own)`.
         """
         return self._transport.exchange_counts(own)
 
@@ -232,7 +234,7 @@ class Communicator:
 
     @contextmanager
     def acquire(self, tokens: int, hidden: int, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
-        """A tensor [tokens, hidden] in symmetric memory: experts write it, `combine` and `combine_rows` read it in place.
+        """A tensor [tokens, hidden] in symmetric memory: experts write it, combine and combine_rows read it in place.
 
         Collective where it must grow the memory. Leaving the block releases it; write nothing into it afterwards.
         """
@@ -287,8 +289,8 @@ class Communicator:
             return mode
         if self._mode is None:
             raise ValueError(
-                "which bits? pass mode='ordered', 'exact', 'multimem', 'fp64' or a bicomm.Contract to this call, or give "
-                "the communicator a mode: there is no silent default"
+                "which bits? pass mode='ordered', 'exact', 'multimem', 'fp64' or a bicomm.Contract to this call, or "
+                "give the communicator a mode: there is no silent default"
             )
         return self._mode
 
@@ -370,7 +372,8 @@ class Communicator:
             shares = None if splits is None else self._transport.shares(splits, None)
             if shares is not None and not isinstance(shares, Tensor) and shares[self.rank] != x.shape[0]:
                 raise ValueError(
-                    f"splits {list(shares)} give rank {self.rank} {shares[self.rank]} tokens, and its x has {x.shape[0]}"
+                    f"splits {list(shares)} give rank {self.rank} {shares[self.rank]} tokens, and its x has "
+                    f"{x.shape[0]}"
                 )
             self._acquired.check_operand(x, None)
         with self._asking(asked):

@@ -1,4 +1,4 @@
-"""How a group becomes able to combine: the ranks agree, once, on what they have, and the transport follows from that."""
+"""How a group becomes able to combine: the ranks agree, once, on what they have; the transport follows from that."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from bicomm.header import first_line
 from bicomm.plan import Facts
 from bicomm.symmem.shared import make_buffer, make_flags
 from bicomm.transport import Transport
-
 
 TIMEOUT = 30.0  # seconds; BICOMM_TIMEOUT overrides it
 
@@ -92,9 +91,9 @@ class Request:
 def establish(group: dist.ProcessGroup, device: torch.device, request: Request | Exception) -> tuple[Transport, Facts]:
     """The transport of this group, and the facts that `plan` works on; the same on every rank. Collective.
 
-    request: what this rank asks for; or the reason why it does not, which is published, so that nobody waits for it, and
-    raised. Raises PeerRefused where another rank did that, ValueError where the ranks ask for different things, NoRoom
-    where there is too little shared memory.
+    request: what this rank asks for; or the reason why it does not, which is published, so that nobody waits for it,
+    and raised. Raises PeerRefused where another rank did that, ValueError where the ranks ask for different things,
+    NoRoom where there is too little shared memory.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     ranks = dist.get_process_group_ranks(group)

@@ -4,9 +4,10 @@ Every rank owns one word that counts its arrivals and two message slots that it 
 message, advances the word, and waits until no rank's word is behind. A rank writes a slot again two exchanges later,
 which it can only reach after every rank has read the first message, so nothing is overwritten unread.
 
-The words carry an epoch in their upper bits. The first time-out, or `abort`, marks the epoch as lost; from then on every
-call of every rank raises, until all ranks enter `recover`, which opens the next epoch. A late rank therefore never takes
-an old flag for a new one. Plain stores are seen in order on x86-64 only: other processors use the store (agree.py).
+The words carry an epoch in their upper bits. The first time-out, or `abort`, marks the epoch as lost; from then on
+every call of every rank raises, until all ranks enter `recover`, which opens the next epoch. A late rank therefore
+never takes an old flag for a new one. Plain stores are seen in order on x86-64 only: other processors use the store
+(agree.py).
 """
 
 from __future__ import annotations
@@ -188,8 +189,8 @@ def error_of(record: Mapping[str, Any], where: str) -> BicommError:
     }[record["kind"]]
     then = _AGAIN if record["kind"] == "late" else _WITHOUT
     return PeerTimeout(
-        f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} {told} (rank {waiting} waited in {where}, "
-        f"exchange {record['sequence']}). {then}",
+        f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} {told} (rank {waiting} waited in "
+        f"{where}, exchange {record['sequence']}). {then}",
         missing=missing,
         waiting=waiting,
         sequence=int(record["sequence"]),

@@ -64,8 +64,9 @@ def combine(
 ) -> Tensor:
     """`Communicator.combine` in the group's own communicator.
 
-    x: fp32 [sum(splits), hidden], this rank's partials for all tokens. mode: `ordered`, `exact`, `multimem`, `fp64`, an id,
-    a preset or a Contract. Returns [splits[rank], hidden]. Differentiable. Raises NotInitialized before `bicomm.init()`.
+    x: fp32 [sum(splits), hidden], this rank's partials for all tokens. mode: `ordered`, `exact`, `multimem`, `fp64`, an
+    id, a preset or a Contract. Returns [splits[rank], hidden]. Differentiable. Raises NotInitialized before
+    `bicomm.init()`.
     """
     return _at_hand(group, x).combine(x, mode, splits=splits, out=out, out_dtype=out_dtype)
 

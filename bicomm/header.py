@@ -30,7 +30,8 @@ class Header:
     held       bytes of buffers handed out on this rank, and a check sum of where they lie.
     rows       rows of this rank's operand.
     gradient   what this rank will ask a gradient for: "" or words with a +. The backward pass is collective too, so it
-               computes what any rank asks for. fixed: this rank's program is compiled, and cannot compute more than that.
+               computes what any rank asks for.
+    fixed      this rank can compute nothing beyond that: its program is compiled, or runs without gradients.
     refusal    why this rank refuses its own arguments; "" where it does not.
     """
 
@@ -110,10 +111,11 @@ def gradients_of(headers: Sequence[Header]) -> str:
         if header.fixed and words[rank] != union:
             asking = next(r for r, theirs in enumerate(words) if theirs - words[rank])
             raise CallMismatch(
-                f"rank {asking} asks for a gradient to {headers[asking].gradient} of this {header.operation} and rank "
-                f"{rank}, whose program is compiled, to {header.gradient or 'nothing'}. The backward pass is collective, "
-                f"so all compiled ranks must ask alike: call requires_grad_() on the operand of rank {rank}, which may "
-                f"have got no tokens. Nothing was computed; the communicator can be used again"
+                f"rank {asking} asks for the gradient to {headers[asking].gradient} of this {header.operation}, rank "
+                f"{rank} for {header.gradient or 'none'}, and cannot join, being compiled or under no_grad. The "
+                f"backward pass is collective: run all ranks with gradients or none, and in compiled code call "
+                f"requires_grad_() on an operand that got no tokens. Nothing was computed; the communicator can be "
+                f"used again"
             )
     return "+".join(sorted(union))
 

@@ -64,8 +64,8 @@ class HostCalls:
     def _alone(self) -> Iterator[None]:
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
-                f"two threads of rank {self.sync.rank} use one communicator at the same time, and ranks cannot agree on "
-                f"the order of such calls: make a communicator for each thread"
+                f"two threads of rank {self.sync.rank} use one communicator at the same time, and ranks cannot agree "
+                f"on the order of such calls: make a communicator for each thread"
             )
         try:
             yield
@@ -116,7 +116,7 @@ class HostTransport(Transport):
         return (0, 0)
 
     def header(self, operation: str, x: Tensor, splits: Shares | None = None, place: Place | None = None) -> Header:
-        """What this rank says of a call with operand x. splits: on the host; None where ranks know their own count only."""
+        """What this rank says of a call with operand x. splits: on the host; None where it knows its own count only."""
         return Header(
             0,
             operation,

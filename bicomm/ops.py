@@ -46,8 +46,8 @@ def of(handle: int) -> Communicator:
 # cached by its arguments and shared between processes, and its shapes depend on them. asked: which operands require a
 # gradient; fixed: said by compiled code, which cannot do more in the backward pass than what it was compiled for.
 #
-# Host splits are ints, and compiled code is compiled again for other values; `counts` is the same as a tensor, on the CPU
-# (the result's size is then known at run time only) or on the GPU (the result then has `capacity` rows).
+# Host splits are ints, and compiled code is compiled again for other values; `counts` is the same as a tensor, on the
+# CPU (the result's size is then known at run time only) or on the GPU (the result then has `capacity` rows).
 
 
 @torch.library.custom_op("bicomm::combine", mutates_args=())
@@ -253,7 +253,7 @@ def _who(ctx: Any) -> tuple[int, int, int]:
 
 
 class _Join(torch.autograd.Function):
-    """A result that needs no gradient for this rank's own operands, but takes part in the backward pass of the others'."""
+    """A result that needs no gradient for this rank's operands, but takes part in the backward pass of the others'."""
 
     @staticmethod
     def forward(

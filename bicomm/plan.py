@@ -1,4 +1,4 @@
-"""Which contract and which executor a mode gets, and why not a faster one. A pure function of what all ranks reported."""
+"""Which contract and which executor a mode gets, and why not a faster one: a function of what all ranks reported."""
 
 from __future__ import annotations
 

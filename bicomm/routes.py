@@ -1,4 +1,4 @@
-"""Which way a call takes: straight to the transport, or, for gradients and for torch.compile, through torch's operators."""
+"""Which way a call takes: straight to the transport, or, for gradients and torch.compile, through torch's operators."""
 
 from __future__ import annotations
 

@@ -18,9 +18,10 @@ _CHUNK = 1 << 22  # elements of addends at a time
 def of_rows(
     comm: Communicator, grad: Tensor, rows: Tensor, row_of_slot: Tensor, rank_of_slot: Tensor, weights: Tensor | None
 ) -> Tensor:
-    """To a row: the exact sum, over the slots that used it, of weight * the gradient of the slot's token, in rows' dtype.
+    """To a row: the exact sum, over the slots that used it, of weight * the gradient of the slot's token.
 
-    grad [t, H], the maps and weights [t, K] are of this rank's tokens; rows [R, H] of its experts.
+    grad [t, H], the maps and weights [t, K] are of this rank's tokens; rows [R, H] of its experts. Returns [R, H] in the
+    dtype of rows.
     """
     if row_of_slot.shape[1] == 0:  # on all ranks
         return torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device)
@@ -57,7 +58,7 @@ def of_rows(
 def of_weights(
     comm: Communicator, grad: Tensor, rows: Tensor, row_of_slot: Tensor, rank_of_slot: Tensor, weights: Tensor | None
 ) -> Tensor:
-    """To a weight: RN32 of the exact sum of the fp32 products of its row and the gradient of its token; 0 if not routed.
+    """To a weight: the exact sum of the fp32 products of its row and the gradient of its token; 0 if not routed.
 
     Returns fp32 [t, K]. The rounding of a product to bf16 in the forward pass is taken for the identity.
     """

@@ -67,8 +67,8 @@ class Acquired:
         inside = any(start <= at < start + max(place.nbytes, 1) for start, (place, _) in self._places.items())
         if not inside and self._transport.find(x):
             raise ValueError(
-                "the operand lies in a buffer that was released, where other calls put their data: combine it inside the "
-                "`with comm.acquire(...)` block"
+                "the operand lies in a buffer that was released, where other calls put their data: combine it inside "
+                "the `with comm.acquire(...)` block"
             )
         place = self.place_of(x)
         if out is None or place is None:

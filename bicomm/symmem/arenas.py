@@ -12,7 +12,6 @@ from torch import Tensor
 from bicomm.errors import CaptureError, NoRoom
 from bicomm.symmem.buffer import SymmetricBuffer, address_of, align
 
-
 _HEADROOM = 256 << 20  # bytes that an arena may be larger than what was asked for
 
 
@@ -59,9 +58,9 @@ class Arenas:
         largest = max((b.capacity for b in self._buffers.values()), default=0)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise CaptureError(
-                f"this call needs {nbytes:,} bytes of symmetric memory and the communicator has {largest:,}, and a CUDA "
-                f"graph cannot hold an allocation: before capturing, make the communicator with max_tokens and hidden "
-                f"large enough, call comm.reserve(tokens, hidden), or run this call once outside the graph"
+                f"this call needs {nbytes:,} bytes of symmetric memory and the communicator has {largest:,}, and a "
+                f"CUDA graph cannot hold an allocation: before capturing, make the communicator with max_tokens and "
+                f"hidden large enough, call comm.reserve(tokens, hidden), or run this call once outside the graph"
             )
         self._buffers = {n: b for n, b in self._buffers.items() if b.in_use or b.pinned}
         enough = align(max(nbytes, 1))

@@ -26,7 +26,7 @@ class SymmetricBuffer:
     """Memory of `capacity` bytes on every rank of a group.
 
     local      this rank's bytes: uint8 [capacity].
-    peers      every rank's bytes where the host can read them (shared memory, local world): W uint8 tensors; else empty.
+    peers      every rank's bytes where the host can read them (shared memory, local world): W uint8 tensors, or none.
     addresses  int64 [W] on the device: where each rank's bytes begin, as this rank's device sees them; None on a CPU.
     multicast  the multicast address on this rank's device, or 0.
     owner      whatever keeps the mapping alive.

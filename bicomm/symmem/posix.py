@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -33,8 +34,8 @@ def create(nbytes: int) -> tuple[str, mmap.mmap]:
         if isinstance(error, OverflowError) or error.errno in full:
             raise NoRoom(
                 f"{DIRECTORY} has no room for {nbytes:,} bytes ({free_bytes():,} are free): make it larger "
-                f"(docker run --shm-size=..., mount -o remount,size=...), use fewer tokens, hidden sizes or ranks, or make "
-                f"the communicator with share_memory=False"
+                f"(docker run --shm-size=..., mount -o remount,size=...), use fewer tokens, hidden sizes or ranks, or "
+                f"make the communicator with share_memory=False"
             ) from error
         raise NoSharedMemory(f"cannot reserve {nbytes:,} bytes in {DIRECTORY}: {error}") from error
     except BaseException:
@@ -65,10 +66,8 @@ def attach(path: str, nbytes: int) -> mmap.mmap:
 
 def unlink(path: str) -> None:
     """Take the name away; the memory stays as long as a rank maps it."""
-    try:
+    with contextlib.suppress(OSError):  # another rank was quicker, or this one never saw it
         os.unlink(path)
-    except OSError:  # another rank was quicker, or this one never saw it
-        pass
 
 
 def free_bytes() -> int:
