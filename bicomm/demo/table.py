@@ -122,9 +122,11 @@ class Report:
             told += [f"batch {row.name}: {', '.join(changed)} elements changed"] if changed else []
         return told
 
-    def show(self, seconds: float) -> None:
-        """Print the tables and the verdict. seconds: how long it took."""
-        console = Console(highlight=False, width=None if on_terminal(self.launcher) else _WIDTH)
+    def show(self) -> None:
+        """Print the tables and the verdict."""
+        console = Console(highlight=False)
+        if not on_terminal(self.launcher):
+            console = Console(highlight=False, width=_WIDTH, force_terminal=False)
         shape = self.shape
         console.print(
             f"\n{_many(self.ranks, 'rank')} ({self.launcher}, {self.device}), {self.batch.tokens} tokens of text, "
@@ -141,12 +143,10 @@ class Report:
         for failure in self.failures:
             console.print(f"[bold red]DIFFERS[/] {failure}")
         if self.failures:
-            console.print(f"[bold red]FAILED[/] in {seconds:.0f} s: what must agree bit for bit does not")
+            console.print(f"[bold red]FAILED[/]: what must agree bit for bit does not")
         else:
             compared = len(self.lines) * (1 + len(self.rows))
-            console.print(
-                f"[bold green]OK[/] in {seconds:.0f} s: all {compared} results have the bits of their contract"
-            )
+            console.print(f"[bold green]OK[/]: all {compared} results have the bits of their contract")
 
     def _modes(self) -> Table:
         table = _table("mode", "contract", "executor", ">ms", "SHA-256", "against one process")

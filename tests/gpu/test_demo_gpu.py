@@ -10,7 +10,7 @@ from bicomm.demo.layer import Shape
 from bicomm.demo.table import Report
 
 SHAPE = Shape(hidden=256, intermediate=64, experts=16, top_k=4)
-SHARED = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+SHARED = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 def _report() -> Report | None:
