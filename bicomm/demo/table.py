@@ -9,6 +9,7 @@ from typing import Protocol
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
@@ -137,13 +138,13 @@ class Report:
         console.print("owner has this SHA-256 with any number of ranks, the others with this number only.")
         console.print("all_reduce and reverse, which have no contract, are compared with ordered.")
         if self.switch:
-            console.print(f"multimem ran in software, not in the NVLink switch: {self.switch}.")
+            console.print(f"multimem ran in software, not in the NVLink switch: {escape(self.switch)}.")
         if self.ranks < 3:
             console.print("The controls differ from three ranks on: two addends have one order.")
         for failure in self.failures:
-            console.print(f"[bold red]DIFFERS[/] {failure}")
+            console.print(f"[bold red]DIFFERS[/] {escape(failure)}")
         if self.failures:
-            console.print(f"[bold red]FAILED[/]: what must agree bit for bit does not")
+            console.print("[bold red]FAILED[/]: what must agree bit for bit does not")
         else:
             compared = len(self.lines) * (1 + len(self.rows))
             console.print(f"[bold green]OK[/]: all {compared} results have the bits of their contract")
