@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import RankResult, run_ranks
 
 import bicomm.world as world
 from bicomm.errors import LaunchError, NotInitialized
@@ -51,18 +51,29 @@ def test_three_ranks_find_each_other(launcher: str) -> None:
     assert values == [(launcher, rank, 3, local[rank], "cpu", True, 6) for rank in range(3)]
 
 
-def test_mpi_jobs_on_one_host_do_not_meet() -> None:
-    values: dict[int, list[Any]] = {}
+def _leave_without_shutdown() -> int:
+    w = world.init(device="cpu", timeout=30.0)
+    total = _sum(w)
+    if w.rank != 0:
+        time.sleep(1.0)  # rank 0 is done, but holds the store
+        w.store.set(f"late {w.rank}", "x")
+    return total
+
+
+def test_mpi_jobs_on_one_host_do_not_meet_and_the_holder_of_a_store_leaves_last() -> None:
+    results: dict[int, list[RankResult]] = {}
 
     def job(size: int) -> None:
-        values[size] = [r.value[-1] for r in run_ranks(size, _init_and_sum, launcher="mpirun")]
+        results[size] = run_ranks(size, _leave_without_shutdown, launcher="mpirun")
 
     threads = [threading.Thread(target=job, args=(size,)) for size in (2, 3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert values == {2: [3, 3], 3: [6, 6, 6]}
+    assert {size: [r.value for r in ranks] for size, ranks in results.items()} == {2: [3, 3], 3: [6, 6, 6]}
+    for result in results[2] + results[3]:
+        assert "Error" not in result.stderr and "was NOT called" not in result.stderr, result.stderr
 
 
 def _groups() -> tuple[int, ...]:
@@ -269,15 +280,3 @@ def test_mpi_without_mpi4py_or_with_another_one() -> None:
     missing, other = run_ranks(1, _mpi_by_variables_only, launcher="fork")[0].value
     assert "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2" in missing and "pip install 'bicomm[mpi]'" in missing
     assert "mpi4py says rank 0 of 1" in other and "Open MPI" in other
-
-
-def _leave_without_shutdown() -> None:
-    w = world.init(device="cpu", timeout=20.0)
-    if w.rank != 0:
-        time.sleep(1.0)  # rank 0 is done, but holds the store
-        w.store.set(f"late {w.rank}", "x")
-
-
-def test_the_holder_of_the_store_leaves_last() -> None:
-    for result in run_ranks(3, _leave_without_shutdown, launcher="mpirun"):
-        assert "Error" not in result.stderr and "was NOT called" not in result.stderr, result.stderr
