@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 
 from bicomm import barrier, exact, gather, ordered, owner
@@ -80,16 +79,19 @@ class GpuTransport(Transport):
     def combine(self, x: Tensor, splits: Shares, contract: Contract, out: Tensor, place: Place | None) -> None:
         with self._operand(x, x.shape[0], place) as at:
             sync = self._sync("combine", x.dtype, contract, x.shape[1], at.mark, x.shape[0], splits)
-            on_device = isinstance(splits, Tensor)
+            if isinstance(splits, Tensor):
+                start, count, shares = 0, 0, splits
+            else:
+                start, count, shares = sum(splits[: self.rank]), splits[self.rank], None
             call = Reduce(
                 peers=at.buffer.device_addresses,
                 offset=at.offset,
                 rank=self.rank,
                 hidden=x.shape[1],
                 out=out,
-                start=0 if on_device else sum(splits[: self.rank]) * x.shape[1],
-                count=0 if on_device else splits[self.rank] * x.shape[1],
-                splits=splits if isinstance(splits, Tensor) else None,
+                start=start * x.shape[1],
+                count=count * x.shape[1],
+                splits=shares,
                 sync=sync,
             )
             if contract.rule in ("ordered", "fp64"):
@@ -113,6 +115,7 @@ class GpuTransport(Transport):
                     rank_of_slot=operands.rank_of_slot.contiguous(),
                     weights=None if operands.weights is None else operands.weights.contiguous(),
                     product_dtype=operands.product_dtype,
+                    rows=most if place is None else place.nbytes // (rows.shape[1] * rows.dtype.itemsize),
                     sync=sync,
                 )
             )
@@ -149,20 +152,22 @@ class GpuTransport(Transport):
 
     def barrier(self) -> None:
         """One full barrier on the current stream, without work."""
-        sync = self._sync("barrier", torch.float32, None, 0, _NOWHERE, None, ())
-        self._launch_barrier(sync)
+        self._launch_barrier("barrier")
 
-    def _launch_barrier(self, sync: Sync) -> None:
+    def _launch_barrier(self, operation: str) -> None:
+        sync = self._sync(operation, torch.float32, None, 0, _NOWHERE, None, ())
+        if sync is None:
+            return
         barrier.barrier_kernel[(1,)](
-            sync.control, sync.page, sync.what, sync.patience, self.rank, W=self.size, WP=sync.lanes, SOFT=sync.soft,
-            num_warps=4, enable_fp_fusion=False,
+            sync.control, sync.mine, sync.page, sync.what, sync.mark, sync.patience, self.rank, W=self.size,
+            LANES=128, SOFT=sync.soft, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
     def refuse(self, operation: str, refusal: Exception) -> None:
         """Tell the others, who learn it from their next call or check; then raise."""
         if self.size > 1 and self._error is None and not torch.cuda.is_current_stream_capturing():
             self._link.post(first_line(refusal))
-            self._launch_barrier(self._sync("refused", torch.float32, None, 0, _NOWHERE, None, ()))
+            self._launch_barrier("refused")
         raise refusal
 
     # ----------------------------------------------------------------------------------------------------- operands
@@ -228,10 +233,17 @@ class GpuTransport(Transport):
         seconds = self.timeout if kind in self._seen else max(self.timeout, self.first_timeout)
         if not self.rehearsing:
             self._seen.add(kind)
-        addresses = self._control.addresses
-        assert addresses is not None
-        lanes = triton.next_power_of_2(self.size)
-        return Sync(addresses, self._page, told.what, told.shape, told.tokens, int(seconds * 1e9), lanes, self.blocks_limit)
+        return Sync(
+            self._control.device_addresses,
+            self._words(),
+            self._page,
+            told.what,
+            told.shape,
+            told.tokens,
+            told.mark,
+            int(seconds * 1e9),
+            self.blocks_limit,
+        )
 
     def _ready(self) -> None:
         """Before a launch: raise what earlier calls left, and put this stream behind the last one that was used."""
@@ -257,8 +269,8 @@ class GpuTransport(Transport):
         side = torch.cuda.Stream(self.device, priority=-1)  # kernels that wait may fill the current stream
         with torch.cuda.stream(side):
             barrier.abort_kernel[(1,)](
-                self._control.addresses, self._page, self.rank, W=self.size, WP=triton.next_power_of_2(self.size),
-                num_warps=4, enable_fp_fusion=False,
+                self._control.addresses, self._words(), self._page, self.rank, W=self.size, LANES=128, num_warps=4,
+                enable_fp_fusion=False,
             )  # fmt: skip
         side.synchronize()
 
@@ -270,18 +282,19 @@ class GpuTransport(Transport):
 
     def recover(self) -> None:
         torch.cuda.synchronize(self.device)  # lost kernels end at once
-        self._link.recover(self._advance)
+        self._link.recover(int(self._words()[barrier.GENERATION.value]), self._advance)
 
-    def _advance(self) -> None:
+    def _advance(self, generation: int) -> None:
         self._epoch += 1
         self._error = None
         self.rehearsing = False
-        self._reset()
+        self._reset(generation)
 
-    def _reset(self) -> None:
+    def _reset(self, generation: int = 0) -> None:
         words = self._words()
-        words[barrier.GENERATION.value] = self._epoch << barrier.EPOCH_SHIFT.value
+        words[barrier.GENERATION.value] = generation
         words[barrier.FINISHED.value] = 0
+        words[barrier.EPOCH.value] = self._epoch
         torch.cuda.synchronize(self.device)
         self._page.zero_()
 
@@ -306,24 +319,23 @@ class GpuTransport(Transport):
             return PeerTimeout(f"this communicator was lost, which was noticed during a capture. {then}")
         with torch.cuda.stream(torch.cuda.Stream(self.device)):
             words = self._words().cpu()
-        start = int(barrier.WORDS.value) + self.size * (2 + barrier.HEAD.value)
+        start = int(barrier.WORDS.value) + 2 * self.size
         records = words[start:].view(self.size, barrier.RECORD.value).tolist()
-        shift = barrier.EPOCH_SHIFT.value
-        for rank, (generation, low, high, which) in enumerate(records):
-            if generation >> shift != self._epoch:
+        for rank, (epoch, low, high, call) in enumerate(records):
+            if epoch != self._epoch:
                 continue
-            if which == 2:
+            which = call & 3
+            if which == barrier.ABORTED.value:
                 return Aborted(f"rank {rank} aborted this communicator: {self._link.read(rank)}. {then}")
             missing = tuple(r for r in range(self.size) if (low if r < 64 else high) >> (r & 63) & 1)
-            number = generation & ((1 << shift) - 1)
             names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-            side = "enter" if which == 0 else "leave"
+            side = "enter" if which == barrier.ENTERING.value else "leave"
             return PeerTimeout(
-                f"{names} did not {side} call {number} of this communicator in time (rank {rank} gave up first, epoch "
+                f"{names} did not {side} call {call >> 2} of this communicator in time (rank {rank} gave up first, epoch "
                 f"{self._epoch}). Results since then are NaN. {then}; without a dead rank, make a new communicator",
                 missing=missing,
                 waiting=rank,
-                sequence=number,
+                sequence=call >> 2,
             )
         return PeerTimeout(f"rank {self.rank}: this communicator was lost, and no rank left a record of why. {then}")
 

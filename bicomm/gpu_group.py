@@ -13,6 +13,7 @@ from bicomm import barrier
 from bicomm.agree import StoreSync
 from bicomm.alltoall import AllToAllTransport, Wire
 from bicomm.arguments import Mode
+from bicomm.capability import multicast_refusal
 from bicomm.communicator import Communicator, LocalRank
 from bicomm.errors import NoSharedMemory
 from bicomm.gpu import GpuTransport

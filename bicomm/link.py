@@ -20,8 +20,9 @@ class Link(Protocol):
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         """A buffer of zeros on all ranks; asked for by all of them."""
 
-    def recover(self, advance: Callable[[], None]) -> None:
-        """Once all ranks are here and their devices idle, run `advance` on each, and go on when all are done."""
+    def recover(self, generation: int, advance: Callable[[int], None]) -> None:
+        """Once all ranks are here and their devices idle, run `advance` on each with a generation beyond every flag, and
+        go on when all are done. generation: of this rank's last good call; it may have pushed flags of the next."""
 
     def post(self, text: str) -> None:
         """Leave a text that other ranks may read later."""
@@ -46,9 +47,9 @@ class StoreLink:
             )
         return cuda.make_buffer(self._group, self._device, nbytes)
 
-    def recover(self, advance: Callable[[], None]) -> None:
+    def recover(self, generation: int, advance: Callable[[int], None]) -> None:
         self._sync.recover()
-        advance()
+        advance(1 + max(int(text) for text in self._sync.exchange(str(generation).encode())))
         self._sync.exchange(b"")
 
     def post(self, text: str) -> None:
@@ -65,7 +66,7 @@ class LocalWorld:
         self.size, self.device = size, device
         self.buffers: list[list[SymmetricBuffer]] = []
         self.texts = [""] * size
-        self.recovering: dict[int, Callable[[], None]] = {}
+        self.recovering: dict[int, tuple[int, Callable[[int], None]]] = {}
 
 
 class LocalLink:
@@ -88,12 +89,13 @@ class LocalLink:
         self._asked += 1
         return mine
 
-    def recover(self, advance: Callable[[], None]) -> None:
-        self._world.recovering[self._rank] = advance
+    def recover(self, generation: int, advance: Callable[[int], None]) -> None:
+        self._world.recovering[self._rank] = (generation, advance)
         if len(self._world.recovering) == self._world.size:  # the last rank opens the epoch for all
             waiting, self._world.recovering = self._world.recovering, {}
-            for go in waiting.values():
-                go()
+            beyond = 1 + max(reached for reached, _ in waiting.values())
+            for _, go in waiting.values():
+                go(beyond)
 
     def post(self, text: str) -> None:
         self._world.texts[self._rank] = text

@@ -14,14 +14,23 @@ from bicomm.contract import EXACT, ORDERED, Contract
 from bicomm.signature import Signature, describe, sign
 
 W, ROWS, HIDDEN = 3, 5, 24
-GENERATION, FINISHED, LOST, WORDS, HEAD, RECORD = (
-    c.value for c in (barrier.GENERATION, barrier.FINISHED, barrier.LOST, barrier.WORDS, barrier.HEAD, barrier.RECORD)
+GENERATION, FINISHED, LOST, EPOCH, OWN_HEAD, WORDS, RECORD = (
+    c.value
+    for c in (
+        barrier.GENERATION,
+        barrier.FINISHED,
+        barrier.LOST,
+        barrier.EPOCH,
+        barrier.OWN_HEAD,
+        barrier.WORDS,
+        barrier.RECORD,
+    )
 )
-HEADS, RECORDS = WORDS + 2 * W, WORDS + W * (2 + HEAD)
+RECORDS, CALL = WORDS + 2 * W, 41
 
 
 class World:
-    """Three ranks' operands and control words in one process, in epoch 1, about to make call 1."""
+    """Three ranks' operands and control words in one process, in epoch 1, about to make call 41."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -29,24 +38,27 @@ class World:
         self.control = [torch.zeros(barrier.control_words(W), dtype=torch.int64) for _ in range(W)]
         self.pages = [torch.zeros(barrier.page_words(W), dtype=torch.int64) for _ in range(W)]
         for words in self.control:
-            words[GENERATION] = 1 << 40
+            words[GENERATION], words[EPOCH] = CALL - 1, 1
         self.addresses = torch.tensor([words.data_ptr() for words in self.control])
-        self.generation = (1 << 40) + 1
         self.told = sign("combine", torch.float32, ORDERED, HIDDEN, (0, 256), W * ROWS, (ROWS,) * W)
 
     def plant(self, rank: int, others: list[int], told: Signature | None = None) -> None:
         """Let `others` have arrived at `rank` with this header, and have left."""
         told = told or self.told
         for other in others:
-            self.control[rank][WORDS + other] = self.generation
-            self.control[rank][WORDS + W + other] = self.generation
-            head = HEADS + HEAD * other
-            self.control[rank][head : head + HEAD] = torch.tensor([told.what, told.shape, told.tokens])
+            self.control[rank][WORDS + other] = self.arrival(told)
+            self.control[rank][WORDS + W + other] = CALL << 24
+            self.control[other][OWN_HEAD : OWN_HEAD + 3] = torch.tensor([told.what, told.shape, told.tokens])
+
+    def arrival(self, told: Signature | None = None) -> int:
+        return (CALL << 24) + (told or self.told).mark
 
     def reduce(self, rank: int, module: str = "ordered") -> torch.Tensor:
         from bicomm import exact, ordered
 
-        sync = Sync(self.addresses, self.pages[rank], self.told.what, self.told.shape, self.told.tokens, 1, 4, soft=True)
+        told = self.told
+        words = (told.what, told.shape, told.tokens, told.mark)
+        sync = Sync(self.addresses, self.control[rank], self.pages[rank], *words, patience=1, soft=True)
         out = torch.full((ROWS, HIDDEN), 7.0)
         call = Reduce(
             peers=torch.tensor([x.data_ptr() for x in self.operands]),
@@ -69,15 +81,12 @@ def test_a_call_tells_all_peers_and_counts_on() -> None:
     for rank in range(W):
         world.plant(rank, [r for r in range(W) if r != rank])
         assert torch.equal(world.reduce(rank).view(torch.int32), world.want(rank).view(torch.int32))
-        assert world.control[rank][GENERATION] == world.generation
+        assert world.control[rank][GENERATION] == CALL
         assert world.control[rank][FINISHED] == 0
         assert world.pages[rank].eq(0).all()
         for peer in range(W):
-            assert world.control[peer][WORDS + rank] == world.generation
-            assert world.control[peer][WORDS + W + rank] == world.generation
-            head = HEADS + HEAD * rank
-            told = world.control[peer][head : head + HEAD].tolist()
-            assert told == [world.told.what, world.told.shape, world.told.tokens]
+            assert world.control[peer][WORDS + rank] == world.arrival()
+            assert world.control[peer][WORDS + W + rank] == CALL << 24
 
 
 def test_the_exact_executor_has_the_same_frame() -> None:
@@ -92,25 +101,25 @@ def test_a_missing_rank_costs_one_wait_and_leaves_a_record_everywhere() -> None:
     assert world.reduce(0).isnan().all()
     for peer in range(W):
         assert world.control[peer][LOST] == 1
-        assert world.control[peer][RECORDS : RECORDS + RECORD].tolist() == [world.generation, 1 << 2, 0, 0]
+        assert world.control[peer][RECORDS : RECORDS + RECORD].tolist() == [1, 1 << 2, 0, CALL << 2]
     assert world.pages[0][barrier.PAGE_LOST.value] == 1
-    assert world.control[0][GENERATION] == 1 << 40, "a lost call does not count"
+    assert world.control[0][GENERATION] == CALL - 1, "a lost call does not count"
 
 
-def test_after_a_fault_a_late_rank_gets_nan_and_signals_nothing() -> None:
+def test_after_a_fault_a_late_rank_gets_nan_and_does_not_leave() -> None:
     world = World()
     world.plant(0, [1])
     world.reduce(0)
     world.plant(2, [0, 1])  # all flags are there, but the group has given up
     assert world.reduce(2).isnan().all()
-    assert world.control[0][WORDS + 2] == 0
+    assert world.control[0][WORDS + W + 2] == 0
     assert world.pages[2][barrier.PAGE_LOST.value] == 1
 
 
 def test_a_new_epoch_does_not_take_old_flags_for_new() -> None:
     world = World()
     world.plant(0, [1, 2])
-    world.control[0][GENERATION] = 2 << 40  # recovered: the flags of epoch 1 are behind now
+    world.control[0][GENERATION], world.control[0][EPOCH] = CALL, 2  # recovered: the flags of call 41 are behind now
     assert world.reduce(0).isnan().all()
 
 
@@ -119,7 +128,7 @@ def test_leaving_waits_too() -> None:
     world.plant(0, [1, 2])
     world.control[0][WORDS + W + 2] = 0  # rank 2 arrived and has not left
     assert torch.equal(world.reduce(0), world.want(0))
-    assert world.control[1][RECORDS : RECORDS + RECORD].tolist() == [world.generation, 1 << 2, 0, 1]
+    assert world.control[1][RECORDS : RECORDS + RECORD].tolist() == [1, 1 << 2, 0, CALL << 2 | 1]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +149,7 @@ def test_headers_that_differ_reach_the_host(field: str, other: Signature) -> Non
     world.plant(0, [2], other)
     assert world.reduce(0).isnan().all()
     page = world.pages[0]
-    assert page[barrier.PAGE_LOST.value] == 1 and page[barrier.PAGE_DIFFERENT.value] == world.generation
+    assert page[barrier.PAGE_LOST.value] == 1 and page[barrier.PAGE_DIFFERENT.value] == CALL
     start = barrier.PAGE_HEADS.value
     heads = page[start : start + 3 * W].view(W, 3).tolist()
     assert heads[0] == [world.told.what, world.told.shape, world.told.tokens]

@@ -403,26 +403,29 @@ def test_abort_reaches_all_and_ends_waiting_kernels(comms: list[Communicator]) -
 
 def test_random_delays_change_nothing(comms: list[Communicator]) -> None:
     rows, hidden = 16, 96
-    x = partials(rows, hidden)
-    run(comms, lambda comm: comm.combine(x[comm.rank], "ordered"))
+    fresh, other = partials(rows, hidden), partials(rows, hidden, seed=99)
     generator = torch.Generator().manual_seed(3)
+
+    def call(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        results = []
+        for source in (fresh, other):
+            torch.cuda._sleep(int(torch.randint(0, 400_000, (), generator=generator)))
+            results.append(comm.combine(source[comm.rank], "ordered"))
+        return results[0], results[1]
+
+    run(comms, call)
     for turn in range(30):
-        fresh = partials(rows, hidden, seed=turn)
+        for x, new in zip(fresh, partials(rows, hidden, seed=turn), strict=True):
+            x.copy_(new)
         order = torch.randperm(W, generator=generator).tolist()
         torch.cuda.synchronize()
-
-        def call(comm: Communicator) -> torch.Tensor:
-            torch.cuda._sleep(int(torch.randint(0, 400_000, (), generator=generator)))
-            one = comm.combine(fresh[comm.rank], "ordered")
-            torch.cuda._sleep(int(torch.randint(0, 400_000, (), generator=generator)))
-            return one + 0 * comm.combine(fresh[comm.rank].flip(0).contiguous(), "ordered")
-
         outs = dict(zip(order, issue([comms[r] for r in order], call), strict=True))
         torch.cuda.synchronize()
         for comm in comms:
             comm.check()
-        want = Contract("ordered").sum([t.cpu() for t in fresh])
-        assert torch.equal(torch.cat([outs[r] for r in range(W)]).cpu(), want)
+        for number, source in enumerate((fresh, other)):
+            want = Contract("ordered").sum([t.cpu() for t in source])
+            assert torch.equal(torch.cat([outs[r][number] for r in range(W)]).cpu(), want)
 
 
 def test_two_streams_of_one_rank_are_put_in_order(comms: list[Communicator]) -> None:
