@@ -6,7 +6,7 @@ addend r, with HELD by pointers that the caller holds in a tuple (r known at com
 sums take one as a constexpr, so that peers' slices, routed rows and weighted rows share one sum.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def peer_pointers(peers, offset, DTYPE: tl.constexpr, W: tl.constexpr):
     bases = ()
     if W <= UNROLL:
         for r in tl.static_range(W):
-            bases = bases + (peer_pointer(peers, offset, r, DTYPE),)
+            bases = bases + (peer_pointer(peers, offset, r, DTYPE),)  # noqa: RUF005 (Triton knows no stars)
     return bases
 
 
@@ -101,7 +101,7 @@ def load_all(LOAD: tl.constexpr, args, lane, N: tl.constexpr, VEC: tl.constexpr,
     """
     tiles = ()
     for i in tl.static_range(N):
-        tiles = tiles + (LOAD(args, (i + ROTATE) % N, lane, True, VEC),)
+        tiles = tiles + (LOAD(args, (i + ROTATE) % N, lane, True, VEC),)  # noqa: RUF005
     return tiles
 
 
@@ -109,7 +109,8 @@ def load_all(LOAD: tl.constexpr, args, lane, N: tl.constexpr, VEC: tl.constexpr,
 def store_tile(base, at, lane, limit, value, ok, VEC: tl.constexpr):
     """Write an fp32 tile at `at`, as bf16 where base points to int16; NaN if `ok` is 0; nothing from `limit` on."""
     value = tl.where(ok != 0, value, float("nan"))
-    target = element_at(base, at, VEC)
+    WIDE: tl.constexpr = min(VEC, 16 // (base.dtype.element_ty.primitive_bitwidth // 8))  # bf16 rows, fp32 result
+    target = element_at(base, at, WIDE)
     if base.dtype.element_ty == tl.int16:
         tl.store(target + lane, bf16_bits(value), mask=lane < limit)
     else:

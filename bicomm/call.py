@@ -15,6 +15,13 @@ from torch import Tensor
 
 VECTOR_BYTES = 16  # the widest load and store of one thread
 
+# Integer arguments of kernels that may take any value: a launch must never wait for another compilation because one of
+# them is 1 or a multiple of 16. (Their alignment reaches the compiler as the constexpr VEC.)
+RUNTIME_INTEGERS = (
+    "offset", "start", "units", "hidden", "rows", "rank", "capacity", "columns", "most",
+    "what", "shape", "tokens", "mark", "patience",
+)  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
@@ -94,6 +101,85 @@ class Reduce:
         return self.count if self.splits is None else self.out.numel()
 
 
+@dataclasses.dataclass(frozen=True)
+class Pull:
+    """One rank's part of an `owner` combine: for each of its tokens, sum the rows that its slots name.
+
+    peers         int64 [W], on the device: the address of each rank's buffer, in rank order, a multiple of 16.
+    offset        bytes from those addresses to row 0 of the rows; the same on every rank; a multiple of the itemsize.
+    rank          this rank.
+    dtype         of the rows, fp32 or bf16; a row has as many elements as one of `out`.
+    out           [t, H], fp32 or bf16, contiguous: the result.
+    row_of_slot   [t, K] int32 or int64, contiguous: a row of the rank that has it. See `owner.dense_rows`.
+    rank_of_slot  the same: that rank. A slot whose rank or row is negative is skipped: neither read nor added.
+    weights       [t, K] fp32, contiguous, or None: addends are weight * row, rounded to `product_dtype`, fp32 or bf16
+                  (through fp32).
+    count         int32 or int64 [1] on the device, or None: tokens that are there; others are not read or written.
+    rows          rows that every rank's buffer holds, if known. A token whose slot names a row beyond, or a rank that
+                  does not exist, gets NaN.
+    sync          None: no barriers, the buffers are ready and stay as they are.
+    """
+
+    peers: Tensor
+    offset: int
+    rank: int
+    dtype: torch.dtype
+    out: Tensor
+    row_of_slot: Tensor
+    rank_of_slot: Tensor
+    weights: Tensor | None = None
+    product_dtype: torch.dtype = torch.float32
+    count: Tensor | None = None
+    rows: int | None = None
+    sync: Sync | None = None
+
+    @property
+    def vector(self) -> int:
+        """Elements of a row that one load may take."""
+        wide = vector_width(self.dtype.itemsize, self.offset, self.out.shape[1] * self.dtype.itemsize)
+        target = aligned_elements(self.out)
+        return wide if target * self.out.element_size() == VECTOR_BYTES else min(wide, target)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather:
+    """One rank's part of a dispatch: copy every peer's rows, those of rank 0 first.
+
+    peers, offset, rank, rotate, sync   as in `Reduce`; offset is a multiple of the itemsize.
+    out      [rows, hidden] of any type, contiguous: the result, and its capacity; rows beyond sum(splits) stay.
+    splits   rows of each rank: int64 [W] on the device, or W integers.
+    """
+
+    peers: Tensor
+    offset: int
+    rank: int
+    out: Tensor
+    splits: Tensor | tuple[int, ...]
+    rotate: int = 0
+    sync: Sync | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        return self.out.shape[1] * self.out.element_size()
+
+    @property
+    def unit(self) -> int:
+        """Bytes that every row, address and offset is a multiple of: 16, 8, 4, 2 or 1."""
+        return math.gcd(VECTOR_BYTES, self.offset, self.row_bytes, self.out.data_ptr())
+
+    @property
+    def device_splits(self) -> Tensor:
+        """The splits as int64 [W] on the device."""
+        return self.splits if isinstance(self.splits, Tensor) else _on_device(self.splits, self.out.device)
+
+
+@functools.lru_cache(maxsize=256)
+def _on_device(splits: tuple[int, ...], device: torch.device) -> Tensor:
+    """A small tensor on the device, kept: equal splits come again and again, and a copy to the GPU costs 10 us."""
+    host = torch.tensor(splits, dtype=torch.int64)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
 def vector_width(itemsize: int, *byte_counts: int) -> int:
     """Elements of a vector (16 bytes at most) that divides every one of these byte counts; at least 1."""
     return max(math.gcd(VECTOR_BYTES, *byte_counts) // itemsize, 1)
@@ -124,7 +210,7 @@ def grid(tiles: int, tile: Tile, device: torch.device, sync: Sync | None = None)
 
 
 def barriers(sync: Sync | None, warps: int) -> dict[str, Any]:
-    """The arguments of a kernel that opens with `barrier.enter` and closes with `barrier.leave`; SYNC 0 leaves both out."""
+    """What a kernel passes to `barrier.enter` at its start and `barrier.leave` at its end; SYNC 0 leaves both out."""
     names = ("control", "mine", "page", "what", "shape", "tokens", "mark", "patience")
     if sync is None:
         return {**{name: None if name in ("control", "mine", "page") else 0 for name in names}, "SYNC": 0, "LANES": 1}

@@ -13,11 +13,17 @@ from torch import Tensor
 
 from bicomm.addends import UNROLL, load_all, load_peer, own_slice, peer_pointers, store_tile, tile_limit
 from bicomm.arithmetic import (
-    add_round_to_odd, magnitude_bits, round_to_fp32, round_to_slice, slice_constant, window_anchor, window_close,
+    add_round_to_odd,
+    magnitude_bits,
+    round_to_fp32,
+    round_to_slice,
+    slice_constant,
+    window_anchor,
+    window_close,
     window_truncate,
-)  # fmt: skip
+)
 from bicomm.barrier import enter, leave
-from bicomm.call import Reduce, Tile, barriers, bits_of, cdiv, grid
+from bicomm.call import RUNTIME_INTEGERS, Reduce, Tile, barriers, bits_of, cdiv, grid
 
 
 @triton.jit
@@ -51,8 +57,9 @@ def largest_magnitude(LOAD: tl.constexpr, args, tiles, lane, N: tl.constexpr, VE
 
 @triton.jit
 def plain_sum(
-    LOAD: tl.constexpr, args, tiles, lane, unit, N: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr
-):
+    LOAD: tl.constexpr, args, tiles, lane, unit, N: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
+    G: tl.constexpr,
+):  # fmt: skip
     """The fp64 chain, in any order, with the largest and smallest magnitudes seen."""
     if N <= UNROLL:
         first = seen(tiles[0], unit, G)
@@ -86,7 +93,7 @@ def slice_sum(
     LOAD: tl.constexpr, args, lane, unit, largest, smallest, N: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
     G: tl.constexpr,
 ):  # fmt: skip
-    """The exact sum, rounded to odd into fp64, of any finite addends: read again for every slice, from the lowest on."""
+    """The exact sum of any finite addends, rounded to odd into fp64: read again for every slice, from the lowest on."""
     WIDTH: tl.constexpr = 47 if N <= 120 else 40
     lowest = ((tl.min(smallest, 0) + 1) >> 23).to(tl.int32)  # exponent fields; an ulp is 2**(max(field, 1) - 150)
     highest = tl.max(largest, 0) >> 23
@@ -129,12 +136,13 @@ def sum_exactly(
     return round_to_fp32(total)
 
 
-@triton.jit(do_not_specialize=["offset", "start", "units", "hidden", "rows", "rank", "what", "shape", "tokens", "mark", "patience"])
+@triton.jit(do_not_specialize=RUNTIME_INTEGERS)
 def _exact_kernel(
     peers, out, splits, offset: tl.int64, start: tl.int64, units: tl.int64, hidden: tl.int64, rows: tl.int64,
     rank: tl.int64, control, mine, page, what: tl.int64, shape: tl.int64, tokens: tl.int64, mark: tl.int64,
-    patience: tl.int64, SYNC: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr, ROTATE: tl.constexpr, ON_DEVICE: tl.constexpr, LIMIT: tl.constexpr,
-    G: tl.constexpr, T: tl.constexpr, S: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
+    patience: tl.int64, SYNC: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr, ROTATE: tl.constexpr,
+    ON_DEVICE: tl.constexpr, LIMIT: tl.constexpr, G: tl.constexpr, T: tl.constexpr, S: tl.constexpr, VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     ok = tl.cast(1, tl.int32)
     if SYNC:

@@ -10,7 +10,7 @@ from torch import Tensor
 from bicomm.addends import UNROLL, load_all, load_peer, own_slice, peer_pointers, store_tile, tile_limit
 from bicomm.arithmetic import round_to_fp32
 from bicomm.barrier import enter, leave
-from bicomm.call import Reduce, Tile, barriers, bits_of, cdiv, grid
+from bicomm.call import RUNTIME_INTEGERS, Reduce, Tile, barriers, bits_of, cdiv, grid
 
 
 @triton.jit
@@ -28,12 +28,12 @@ def chain(args, lane, W: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr, A
     return acc
 
 
-@triton.jit(do_not_specialize=["offset", "start", "units", "hidden", "rows", "rank", "what", "shape", "tokens", "mark", "patience"])
+@triton.jit(do_not_specialize=RUNTIME_INTEGERS)
 def _ordered_kernel(
     peers, out, splits, offset: tl.int64, start: tl.int64, units: tl.int64, hidden: tl.int64, rows: tl.int64,
     rank: tl.int64, control, mine, page, what: tl.int64, shape: tl.int64, tokens: tl.int64, mark: tl.int64,
-    patience: tl.int64, SYNC: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr, ROTATE: tl.constexpr, ON_DEVICE: tl.constexpr, ACC: tl.constexpr,
-    VEC: tl.constexpr, BLOCK: tl.constexpr,
+    patience: tl.int64, SYNC: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr, ROTATE: tl.constexpr,
+    ON_DEVICE: tl.constexpr, ACC: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     ok = tl.cast(1, tl.int32)
     if SYNC:
