@@ -39,7 +39,9 @@ def _rounded_weight(weights: Tensor, tree: Partial) -> Tensor:
     return weights.bfloat16().float() if tree.weight == "bf16" else weights.float()
 
 
-def partial_sum(addends: Tensor, tree: Partial, *, present: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+def partial_sum(
+    addends: Tensor, tree: Partial, *, present: Tensor | None = None, weights: Tensor | None = None
+) -> Tensor:
     """One rank's partial: N stacked addends summed in the order they are stacked in. Returns fp32 [T, H].
 
     addends: [N, T, H], bf16 or fp32, N >= 0. present: bool [N, T], False where a token has no such addend (what is

@@ -72,9 +72,11 @@ def make_case(
 ) -> Case:  # fmt: skip
     """Slots of each token hold one column of the family each, shuffled over a larger row buffer; the rest is NaN."""
     rng = np.random.default_rng(seed)
-    columns = FAMILIES[family](rng, topk, tokens * hidden).reshape(topk, tokens, hidden)
-    ids = torch.from_numpy(np.stack([rng.permutation(experts)[:topk] for _ in range(tokens)] or [np.zeros(topk, int)])[:tokens])
-    ids = ids.view(tokens, topk)
+    families = FAMILIES.values() if family == "all" else [FAMILIES[family]]
+    share = hidden // len(families)  # "all": a run of columns for each family
+    columns = np.concatenate([f(rng, topk, tokens * share).reshape(topk, tokens, share) for f in families], axis=2)
+    hidden = columns.shape[2]
+    ids = torch.from_numpy(np.argsort(rng.random((tokens, experts)), axis=1)[:, :topk].copy())
     ids[torch.from_numpy(rng.random((tokens, topk)) < drop)] = -1
     if tokens > 2:
         ids[1] = -1  # a padded token

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bicomm.contract import Contract
-from bicomm.mirror import kernels as k
+from bicomm.mirror import addends, backward, forward
 
 FORWARD = {  # contract: weighted
     "megatron-vllm-swiglu": False,
@@ -56,22 +56,24 @@ def _registers(compiled: Any) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def forward(name: str, weighted: bool, capability: int, slots: int = 8, rows_bf16: bool = True) -> Any:
+def compile_forward(name: str, weighted: bool, capability: int, slots: int = 8, rows_bf16: bool = True) -> Any:
     """The forward kernel as `kernels.unpermute` would launch it for this contract at H divisible by 16."""
     contract = Contract.parse(name)
-    groups = k.EACH if contract.rule == "owner" else k.TAGGED
-    constants, warps = k.forward_constants(contract, weighted, rows_bf16, False, slots, 2048, groups, True, False)
+    groups = addends.EACH if contract.rule == "owner" else addends.TAGGED
+    kernel, constants, warps = forward.forward_constants(
+        contract, weighted, rows_bf16, False, slots, 2048, groups, True, False
+    )
     types = {
         "out": "*fp32", "rows": "*i16" if rows_bf16 else "*fp32", "stride": "i32", "num_rows": "i32", "places": "*i32",
-        "tags": "*i32" if groups is k.TAGGED else None, "probs": "*fp32" if weighted else None, "tokens": "i32",
+        "tags": "*i32" if groups is addends.TAGGED else None, "probs": "*fp32" if weighted else None, "tokens": "i32",
         "hidden": "i32",
     }  # fmt: skip
-    return _compile(k._unpermute_kernel, types, constants, capability, warps)
+    return _compile(kernel, types, constants, capability, warps)
 
 
 def _backward(weighted: bool, capability: int) -> Any:
     constants: dict[str, Any] = {
-        "K": 8, "GROUPS": k.TAGGED, "GRAD_BF16": False, "ROWS_BF16": True, "WEIGHT_BF16": False, "FILL": 32,
+        "K": 8, "GROUPS": addends.TAGGED, "GRAD_BF16": False, "ROWS_BF16": True, "WEIGHT_BF16": False, "FILL": 32,
     }  # fmt: skip
     types: dict[str, str | None] = {
         "d_rows": "*i16", "d_probs": "*fp32", "grad": "*fp32", "rows": "*i16", "stride": "i32", "places": "*i32",
@@ -79,15 +81,17 @@ def _backward(weighted: bool, capability: int) -> Any:
         "hidden": "i32",
     }  # fmt: skip
     if weighted:
-        return _compile(k._weighted_kernel, types, {**constants, "NEED_ROWS": True, "BLOCK": 2048}, capability, 4)
-    return _compile(k._scatter_kernel, types, {**constants, "WEIGHTED": False, "BLOCK": 1024}, capability, 4)
+        constants |= {"NEED_ROWS": True, "BLOCK": 2048}
+        return _compile(backward._weighted_kernel, types, constants, capability, 4)
+    constants |= {"WEIGHTED": False, "BLOCK": 1024}
+    return _compile(backward._scatter_kernel, types, constants, capability, 4)
 
 
 def compile_kernels() -> Iterator[tuple[str, int, str, int, int]]:
     """(name, capability, PTX, registers, bytes of stack) of every kernel that a step launches."""
     for capability in (90, 100):
         for name, weighted in FORWARD.items():
-            compiled = forward(name, weighted, capability)
+            compiled = compile_forward(name, weighted, capability)
             yield (name, capability, compiled.asm["ptx"], *_registers(compiled))
         for weighted in (False, True):
             compiled = _backward(weighted, capability)

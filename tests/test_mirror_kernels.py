@@ -1,4 +1,4 @@
-"""The mirror's Triton kernels, in the interpreter, against the plain torch definition: bits, for every tree and rule."""
+"""The mirror's Triton kernels, in the interpreter, against the plain torch definition: bits, for every tree."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import sys
 
 import pytest
 import torch
-from families import FAMILIES
-from mirror_cases import OWNERS, RULES, TREES, Case, bits, make_case
 
 from bicomm.contract import Contract, Partial
 from bicomm.mirror import definition, kernels
+from families import FAMILIES
+from mirror_cases import OWNERS, RULES, TREES, Case, bits, make_case
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these kernels on the GPU")
 
@@ -36,9 +36,8 @@ def test_forward_kernel_gives_the_definitions_bits(tree: Partial) -> None:
     small = tree.accumulator == "exact"  # its second path is long: an exact sum in each pass over the slices
     for i in (first, first + 5, first + 9):  # every family meets every rule over the trees
         contract = dataclasses.replace(RULES[(first + i) % len(RULES)], partial=tree)
-        case = make_case(
-            names[i % len(names)], i, 1 if small else 2, 4, 4, ep_size=3, experts=7, dtype=(torch.float32, torch.bfloat16)[i % 2]
-        )
+        dtype = (torch.float32, torch.bfloat16)[i % 2]
+        case = make_case(names[i % len(names)], i, 1 if small else 2, 4, 4, ep_size=3, experts=7, dtype=dtype)
         out_dtype = (torch.bfloat16, torch.float32)[i % 3 > 0]
         got, want = by_kernel(case, contract, out_dtype), case.mirror(contract, out_dtype)
         assert torch.equal(bits(got), bits(want)), (contract.id, names[i % len(names)])
@@ -52,6 +51,19 @@ def test_rules_on_every_family(rule: Contract) -> None:
         dtype = (torch.float32, torch.bfloat16)[i % 2]
         case = make_case(family, i, 1, 6, 16, ep_size=8, experts=12, dtype=dtype, drop=0.0)
         assert torch.equal(bits(by_kernel(case, contract, torch.float32)), bits(case.mirror(contract))), family
+
+
+def test_bf16_rows_are_widened_without_a_conversion_to_the_same_bits() -> None:
+    # The largest and smallest bf16, subnormals, NaN and infinities in one token; a wrong widening shows in each.
+    values = torch.tensor([1.0, 2.0**-133, -(2.0**-126), 3.3895e38, -0.0, 1.5 * 2.0**-130, float("inf"), float("nan")])
+    rows = torch.stack([values.roll(k) * (-1) ** k for k in range(6)]).bfloat16()
+    maps = torch.arange(6).view(1, 6), torch.tensor([[0, 2, 0, 1, 2, 2]])
+    places, tags = definition.sort_slots(*maps, None)
+    for rule, accumulator in ((RULES[0], "fp64"), (RULES[1], "exact"), (RULES[2], "exact")):
+        contract = dataclasses.replace(rule, partial=Partial("slot", accumulator))  # type: ignore[arg-type]
+        got = kernels.unpermute(rows, places, tags, None, contract, torch.bfloat16, 1, 6, each=False)
+        want = definition.rounded(definition.unpermute(rows, (places, tags), None, contract), torch.bfloat16)
+        assert torch.equal(bits(got), bits(want)), contract
 
 
 def test_sorting_kernel_gives_the_definitions_trees() -> None:
@@ -111,11 +123,12 @@ COMPILE = """
 from mirror_compile import compile_kernels
 for name, capability, ptx, registers, stack in compile_kernels():
     print(name, capability, registers, stack)
-    assert "fma.rn.f64" not in ptx and "mad.f" not in ptx and "mad.rn.f" not in ptx, name
+    assert "fma.rn.f64" not in ptx or "swiglu" in name or "activation" in name, name  # those by tl.fma alone
+    assert "mad.f" not in ptx and "mad.rn.f" not in ptx, name
     assert ("fma" in name) == ("fma.rn.f32" in ptx), name
     assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx, name
     assert "atom" not in ptx and "red.global" not in ptx, name
-    assert stack == 0 or "exact-activation" in name, (name, stack)
+    assert stack <= 128, (name, stack)  # a few words, on the path that goes slice by slice
     assert registers <= 128, (name, registers)
 """
 

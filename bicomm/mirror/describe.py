@@ -8,8 +8,8 @@ from bicomm.contract import Contract, Partial
 from bicomm.presets import PRESETS
 
 CANNOT_MIRROR: dict[str, str] = {
-    "nccl-reduce": "the sum happens inside ncclReduce or a ring: its tree depends on the topology, the channels, the "
-    "message size and NCCL's version, and no public rule gives it (vLLM's batch-invariant mode reduces across ranks so)",
+    "nccl-reduce": "the sum happens inside ncclReduce or a ring (vLLM's batch-invariant mode reduces across ranks so): "
+    "its tree depends on the topology, the channels, the message size and NCCL's version, and no public rule gives it",
     "multimem-bf16": "the NVLink switch's sum of bf16 or fp16 is not reproducible from its inputs",
     "multimem-uncertified": "an NVLink switch follows a rule that only a measurement shows: certify the fabric, and "
     "mirror the contract that the certificate names",
@@ -53,8 +53,10 @@ def check(engine: str, trainer: Contract | str) -> Contract:
 
 def differences(a: Contract, b: Contract) -> list[str]:
     """The fields in which two contracts differ: `rule: exact / ordered`, `partial.order: slot / expert`."""
-    found = [f"{name}: {getattr(a, name)} / {getattr(b, name)}" for name in ("rule", "parameters")]
-    found = [text for text, name in zip(found, ("rule", "parameters"), strict=True) if getattr(a, name) != getattr(b, name)]
+    found = []
+    for name in ("rule", "parameters"):
+        if getattr(a, name) != getattr(b, name):
+            found.append(f"{name}: {getattr(a, name)} / {getattr(b, name)}")
     if a.partial is None or b.partial is None:
         return found + ([] if a.partial == b.partial else [f"partial: {_short(a.partial)} / {_short(b.partial)}"])
     for field in dataclasses.fields(Partial):
@@ -121,8 +123,10 @@ def _across(contract: Contract) -> str:
             f"across ranks: with A = {g} * ceil(e / {g}), e the largest exponent, partials are truncated toward zero "
             f"below 2^(A-{t}), summed exactly, and the sum is +0 below 2^(A-{s}), else rounded once to fp32"
         )
-    chain = {"ordered": _CHAINS["fp32"], "fp64": _CHAINS["fp64"], "exact": _CHAINS["exact"]}[contract.rule]
-    return f"across ranks: partials in ascending rank: {chain}" if contract.rule != "exact" else f"across ranks: {chain}"
+    if contract.rule == "exact":
+        return "across ranks: the partials are summed exactly and rounded once to fp32"
+    chain = _CHAINS["fp32" if contract.rule == "ordered" else "fp64"]
+    return f"across ranks: the partials, in ascending rank: {chain}"
 
 
 def _depends(contract: Contract) -> str:

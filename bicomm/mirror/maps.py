@@ -7,6 +7,7 @@ placement's tables are on the device (after its first use there). Sorting is sta
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,7 +27,9 @@ class Placement:
 
     experts_of_rank: tuple[tuple[int, ...], ...]
     num_experts: int
-    _tables: dict[torch.device, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    _tables: dict[torch.device, tuple[Tensor, Tensor]] = dataclasses.field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "experts_of_rank", tuple(tuple(int(e) for e in here) for here in self.experts_of_rank))
@@ -48,7 +51,7 @@ class Placement:
     def counts(cls, experts_per_rank: Sequence[int]) -> Placement:
         """Contiguous blocks of these sizes, which may differ and may be 0."""
         starts = [sum(experts_per_rank[:r]) for r in range(len(experts_per_rank) + 1)]
-        blocks = [range(a, b) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+        blocks = [range(a, b) for a, b in itertools.pairwise(starts)]
         return cls(tuple(tuple(b) for b in blocks), starts[-1])
 
     @property
@@ -101,7 +104,8 @@ def order_of_slot(expert_ids: Tensor, placement: Placement, rank_of_slot: Tensor
     ranks = globals()["rank_of_slot"](expert_ids, placement) if rank_of_slot is None else rank_of_slot.long()
     experts = placement.expert_of_slot(expert_ids)
     routed = (ranks >= 0) & (ranks < placement.ep_size) & (experts < placement.num_experts)
-    place = placement.tables(expert_ids.device)[1][torch.where(routed, ranks, 0) * (placement.num_experts + 1) + experts]
+    here = torch.where(routed, ranks, 0) * (placement.num_experts + 1) + experts
+    place = placement.tables(expert_ids.device)[1][here]
     return torch.where(routed, torch.where(place < 0, NO_SUCH_PLACE, place), -1).to(torch.int32)
 
 
@@ -154,7 +158,8 @@ def slots_of_routing_map(routing_map: Tensor, topk: int) -> Tensor:
         torch._assert_async(fits, f"a token has more than topk = {topk} experts in the routing map")
     target = torch.where(routing_map, place, topk)  # column topk takes what is not routed, and is dropped
     ids = torch.full((tokens, topk + 1), -1, dtype=torch.int64, device=routing_map.device)
-    return ids.scatter_(1, target, torch.arange(experts, device=ids.device).expand(tokens, experts))[:, :topk].contiguous()
+    every = torch.arange(experts, device=ids.device).expand(tokens, experts)
+    return ids.scatter_(1, target, every)[:, :topk].contiguous()
 
 
 def check_maps(

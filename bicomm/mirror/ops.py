@@ -37,7 +37,8 @@ def _kernels() -> Any:
 
 @torch.library.custom_op(
     "bicomm_mirror::sort_slots", mutates_args=(),
-    schema="(Tensor row_of_slot, Tensor? rank_of_slot, Tensor? order_of_slot, int num_rows, int ep_size) -> (Tensor, Tensor)",
+    schema="(Tensor row_of_slot, Tensor? rank_of_slot, Tensor? order_of_slot, SymInt num_rows, int ep_size)"
+    " -> (Tensor, Tensor)",
 )  # fmt: skip
 def _sort_slots(
     row_of_slot: Tensor, rank_of_slot: Tensor | None, order_of_slot: Tensor | None, num_rows: int, ep_size: int
@@ -221,9 +222,11 @@ def unpermute(
     _check_unpermute(rows, row_of_slot, rank_of_slot, order_of_slot, ep_size, rule, probs, out_dtype)
     weights = None if probs is None else probs.float()
     if rule.rule == "owner" or (ep_size == 1 and rank_of_slot is None and order_of_slot is None):
-        return torch.ops.bicomm_mirror.unpermute(rows, row_of_slot, None, weights, rule.id, out_dtype)
-    places, tags = torch.ops.bicomm_mirror.sort_slots(row_of_slot, rank_of_slot, order_of_slot, rows.shape[0], ep_size)
-    return torch.ops.bicomm_mirror.unpermute(rows, places, tags, weights, rule.id, out_dtype)
+        out: Tensor = _unpermute(rows, row_of_slot, None, weights, rule.id, out_dtype)
+        return out
+    places, tags = _sort_slots(row_of_slot, rank_of_slot, order_of_slot, rows.shape[0], ep_size)
+    out = _unpermute(rows, places, tags, weights, rule.id, out_dtype)
+    return out
 
 
 def combine(partials: Tensor, contract: Contract | str, *, out_dtype: torch.dtype = torch.float32) -> Tensor:
@@ -238,7 +241,8 @@ def combine(partials: Tensor, contract: Contract | str, *, out_dtype: torch.dtyp
     if partials.dim() != 3 or partials.shape[0] < 1:
         raise ValueError(f"partials are [W, T, H] with W >= 1, got {tuple(partials.shape)}")
     _check_dtypes(("partials", partials.dtype), ("out_dtype", out_dtype))
-    return torch.ops.bicomm_mirror.combine(partials, rule.id, out_dtype)
+    out: Tensor = _combine(partials, rule.id, out_dtype)
+    return out
 
 
 def permute(x: Tensor, row_of_slot: Tensor, num_rows: int) -> Tensor:
@@ -250,7 +254,8 @@ def permute(x: Tensor, row_of_slot: Tensor, num_rows: int) -> Tensor:
     if x.dim() != 2 or row_of_slot.dim() != 2 or row_of_slot.shape[0] != x.shape[0]:
         raise ValueError(f"x is [T, H] and row_of_slot [T, K]: got {tuple(x.shape)} and {tuple(row_of_slot.shape)}")
     _check_dtypes(("x", x.dtype))
-    return torch.ops.bicomm_mirror.permute(x, row_of_slot, num_rows)
+    rows: Tensor = _permute(x, row_of_slot, num_rows)
+    return rows
 
 
 # ------------------------------------------------------------------------------------------------------------- checks

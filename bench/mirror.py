@@ -1,0 +1,173 @@
+"""The training mirror on one GPU: forward and backward beside a loop of index_selects and the copy bandwidth.
+
+python bench/mirror.py           T = 8192, top-k 8, EP 8, bf16 rows, H = 2048 and 7168; writes results/mirror.json
+python bench/mirror.py --tune    the forward kernels over block sizes, warps, unrolling; writes results/mirror_tune.json
+
+The peer is the loop that trainers use today: for each engine rank and each slot, a full-size index_select, added up in
+the engine's order. `share` is the copy bandwidth's time for the bytes that must move, over the time taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import common
+import torch
+from torch import Tensor
+
+from bicomm import mirror
+from bicomm.contract import Contract, Partial
+from bicomm.mirror import forward, kernels
+
+T, K, EP, EXPERTS = 8192, 8, 8, 128
+CONTRACTS = {
+    "megatron-vllm-swiglu": Contract.parse("megatron-vllm-swiglu"),
+    "megatron-vllm-swiglu, fp64 across": Contract.parse("megatron-vllm-swiglu-fp64"),
+    "megatron-deepgemm": Contract.parse("megatron-deepgemm"),
+    "exact of fp64 partials": Contract("exact", partial=Partial("slot", "fp64")),
+    "exact of exact partials": Contract("exact", partial=Partial()),
+    "window of fp64 partials": Contract("window", (16, 95, 86), Partial("slot", "fp64")),
+    "owner": Contract("owner"),
+    "owner, weighted": Contract("owner", partial=Partial("slot", "exact", "combine")),
+    "squared ReLU, FMA": Contract.parse("megatron-vllm-squared-relu-fma"),
+    "transformers-fp32": Contract.parse("transformers-fp32"),
+    "transformers-bf16": Contract.parse("transformers-bf16"),
+}
+
+
+class Layer:
+    """One layer's rows and maps: random top-k of 128 experts, rows sorted by expert, as after grouped GEMMs."""
+
+    def __init__(self, hidden: int) -> None:
+        torch.manual_seed(0)
+        self.ids = torch.rand(T, EXPERTS, device="cuda").topk(K, dim=1).indices
+        slots = mirror.inverse_map(self.ids, EXPERTS)
+        placement = mirror.Placement.even(EXPERTS, EP)
+        self.row_of_slot = slots.row_of_slot
+        self.rank_of_slot = mirror.rank_of_slot(self.ids, placement)
+        self.order_of_slot = mirror.order_of_slot(self.ids, placement)
+        self.rows = torch.randn(slots.num_rows, hidden, device="cuda").bfloat16()
+        self.probs = torch.rand(T, K, device="cuda")
+        self.grad = torch.randn(T, hidden, device="cuda")
+
+    def options(self, contract: Contract) -> dict[str, Any]:
+        tree = contract.partial
+        weighted = tree is not None and tree.probability == "combine"
+        return {
+            "rank_of_slot": self.rank_of_slot, "ep_size": EP, "contract": contract,
+            "order_of_slot": self.order_of_slot if tree is not None and tree.order == "expert" else None,
+            "probs": self.probs if weighted else None,
+        }  # fmt: skip
+
+
+def index_select_loop(layer: Layer, contract: Contract) -> Tensor:
+    """The peer, for trees without weights in slot order: EP x top-k full-size index_selects of a zero-padded buffer."""
+    zero = layer.rows.new_zeros(1, layer.rows.shape[1])
+    padded = torch.cat([layer.rows, zero])
+    nowhere = layer.rows.shape[0]
+    chain = torch.float64 if contract.partial == Partial("slot", "fp64") else torch.float32
+    out = torch.zeros(T, layer.rows.shape[1], device="cuda")
+    for rank in range(EP):
+        partial = torch.zeros(T, layer.rows.shape[1], dtype=chain, device="cuda")
+        for slot in range(K):
+            index = torch.where(layer.rank_of_slot[:, slot] == rank, layer.row_of_slot[:, slot], nowhere)
+            partial += padded.index_select(0, index)
+        out += partial.float()
+    return out
+
+
+def measure(hidden: int) -> list[dict[str, Any]]:
+    layer = Layer(hidden)
+    rate = common.copy_bandwidth() * 1e3  # bytes a microsecond
+    elements = T * hidden
+    forward_bound = elements * (2 * K + 4) / rate
+    weighted_bound = elements * (4 * K + 4) / rate  # backward with weights reads the rows as well
+    results = []
+    for name, contract in CONTRACTS.items():
+        options = layer.options(contract)
+        weighted = options["probs"] is not None
+        with torch.no_grad():
+            took = common.time_graph(lambda o=options: mirror.unpermute(layer.rows, layer.row_of_slot, **o), calls=5)
+        row: dict[str, Any] = {"H": hidden, "contract": name, "forward us": took, "share": forward_bound / took}
+        if contract.rule == "owner":
+            places, tags = layer.row_of_slot, None
+        else:
+            places, tags = kernels.sort_slots(layer.row_of_slot, layer.rank_of_slot, options["order_of_slot"], EP)
+
+        def backward(p: Tensor = places, t: Tensor | None = tags, w: bool = weighted) -> object:
+            return torch.ops.bicomm_mirror.unpermute_backward(
+                layer.grad, p, t, layer.rows if w else None, layer.probs if w else None, False,
+                layer.rows.shape[0], torch.bfloat16, True,
+            )  # fmt: skip
+
+        took = common.time_graph(backward, calls=5)
+        row |= {"backward us": took, "backward share": (weighted_bound if weighted else forward_bound) / took}
+        if name in ("megatron-vllm-swiglu",):
+            with torch.no_grad():
+                same = torch.equal(
+                    index_select_loop(layer, contract).view(torch.int32),
+                    mirror.unpermute(layer.rows, layer.row_of_slot, **options).view(torch.int32),
+                )
+                peer = common.time_graph(lambda c=contract: index_select_loop(layer, c), calls=1, replays=11)
+            assert same, "the loop and the kernel do not agree"
+            row |= {"loop us": peer, "speed-up": peer / row["forward us"]}
+        results.append(row)
+    sort = common.time_graph(lambda: kernels.sort_slots(layer.row_of_slot, layer.rank_of_slot, None, EP))
+    results.append({"H": hidden, "contract": "(sorting the slots, within each forward)", "forward us": sort})
+    return results
+
+
+def tune(hidden: int) -> list[dict[str, Any]]:
+    """The forward kernel alone, at every setting: what `forward_constants` should choose."""
+    layer = Layer(hidden)
+    bound = T * hidden * (2 * K + 4) / (common.copy_bandwidth() * 1e3)
+    chosen = forward.forward_constants
+    results = []
+    for name in ("megatron-vllm-swiglu", "megatron-deepgemm", "exact of fp64 partials", "owner", "transformers-bf16"):
+        contract = CONTRACTS[name]
+        options = layer.options(contract)
+        for kernel in dict.fromkeys([chosen_kernel(contract, options), forward._unpermute_kernel]):
+            for block, warps in ((512, 2), (512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8)):
+                for unroll in (1, 8):
+                    setting = {"BLOCK": block, "UNROLL": unroll}
+
+                    def with_setting(*args: Any, k: Any = kernel, s: Any = setting, w: int = warps) -> Any:
+                        _, constants, _ = chosen(*args)
+                        return k, {**constants, **s}, w
+
+                    forward.forward_constants = with_setting  # type: ignore[assignment]
+                    try:
+                        with torch.no_grad():
+                            took = common.time_graph(
+                                lambda o=options: mirror.unpermute(layer.rows, layer.row_of_slot, **o),
+                                calls=3, replays=9,
+                            )  # fmt: skip
+                    finally:
+                        forward.forward_constants = chosen
+                    label = kernel.fn.__name__.strip("_")
+                    row = {"H": hidden, "contract": name, "kernel": label, **setting, "warps": warps, "us": took}
+                    results.append({**row, "share": bound / took})
+    return results
+
+
+def chosen_kernel(contract: Contract, options: dict[str, Any]) -> Any:
+    groups = forward.EACH if contract.rule == "owner" else forward.TAGGED
+    weighted = options["probs"] is not None
+    return forward.forward_constants(contract, weighted, True, False, K, 2048, groups, True, False)[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--hidden", type=int, nargs="*", default=[2048, 7168])
+    arguments = parser.parse_args()
+    results = [row for hidden in arguments.hidden for row in (tune if arguments.tune else measure)(hidden)]
+    name = "mirror_tune" if arguments.tune else "mirror"
+    copy = common.copy_bandwidth()
+    common.save(name, results, copy_gb_per_s=copy, tokens=T, topk=K, ep_size=EP)
+    common.table(f"{name}: T = {T}, top-k {K}, EP {EP}, bf16 rows; copy {copy:.0f} GB/s", results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What the mirror's kernels share: the codes of a contract's parts, and how a slot becomes an addend."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# ruff: noqa: SIM109 (Triton compares constants one by one)
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bicomm.arithmetic import add_round_to_odd, from_bf16_bits, round_through_bf16
+
+LAST_BIT = tl.constexpr(30)  # as definition.LAST and SLOT
+SLOT_BITS = tl.constexpr((1 << 30) - 1)
+
+# The codes of a contract's parts in the kernels.
+ACC_EXACT, ACC_FP64, ACC_FP32, ACC_BF16 = (tl.constexpr(i) for i in range(4))
+ORDERED, FP64, EXACT, WINDOW = (tl.constexpr(i) for i in range(4))
+PLAIN, PRODUCT_FP32, PRODUCT_BF16, FMA = (tl.constexpr(i) for i in range(4))
+EACH, ALL, TAGGED = (tl.constexpr(i) for i in range(3))  # groups: every slot one, one of all slots, or by the tags
+
+
+@triton.jit
+def row_at(places, first, i, tokens, K: tl.constexpr, HAS_MAP: tl.constexpr):
+    """The row at place i of token `first`, -1 beyond the last place; without a map, rank i's partial of the token."""
+    i = tl.cast(i, tl.int64)
+    if HAS_MAP:
+        row = tl.load(places + first * K + i, mask=i < K, other=-1).to(tl.int64)
+    else:
+        row = tl.where(i < K, i * tokens + first, -1)
+    return row
+
+
+@triton.jit
+def load_row(rows, row, stride, num_rows, columns, hidden):
+    """Raw data of a row; 0 where the slot is not routed, or the row does not exist."""
+    exists = (row >= 0) & (row < num_rows)
+    limit = tl.where(exists, hidden, 0)  # a scalar: the interpreter cannot join a scalar condition to a mask
+    return tl.load(rows + tl.where(exists, row, 0) * stride + columns, mask=columns < limit, other=0)
+
+
+@triton.jit
+def weight_at(probs, tags, first, i, row, K: tl.constexpr, GROUPS: tl.constexpr, WEIGHT_BF16: tl.constexpr):
+    """The weight of place i in fp32, rounded as the contract says; 0 where the slot is not routed."""
+    slot = i
+    if GROUPS == TAGGED:
+        slot = tl.load(tags + first * K + i) & SLOT_BITS
+    weight = tl.load(probs + first * K + slot, mask=row >= 0, other=0.0)
+    if WEIGHT_BF16:
+        weight = round_through_bf16(weight)
+    return weight
+
+
+@triton.jit
+def addend(raw, weight, ROWS_BF16: tl.constexpr, PRODUCT: tl.constexpr):
+    """The fp32 addend of raw row data: the row, or its rounded product with the weight (not with FMA)."""
+    x = from_bf16_bits(raw) if ROWS_BF16 else raw
+    if PRODUCT == PRODUCT_FP32 or PRODUCT == PRODUCT_BF16:
+        x = weight * x
+    if PRODUCT == PRODUCT_BF16:
+        x = round_through_bf16(x)
+    return x
+
+
+@triton.jit
+def fma_once(w, x, acc, SOFT: tl.constexpr):
+    """RN32(w * x + acc) in one rounding: the instruction, or its twin for the interpreter (see partial.py)."""
+    if SOFT:
+        product = (w.to(tl.float64) * x.to(tl.float64)) + tl.zeros_like(x).to(tl.float64)
+        plain = product + acc.to(tl.float64)
+        odd = add_round_to_odd(product, acc.to(tl.float64))
+        result = tl.where(tl.abs(plain) < float("inf"), odd, plain).to(tl.float32)
+    else:
+        result = tl.fma(tl.zeros_like(x) + w, x, acc)
+    return result
+
+
+@triton.jit
+def accumulate(acc, x, weight, ACC: tl.constexpr, PRODUCT: tl.constexpr, SOFT: tl.constexpr):
+    """One step of the chain within a rank; acc is fp64 for the accumulators exact and fp64, else fp32."""
+    if PRODUCT == FMA:
+        acc = fma_once(weight, x, acc, SOFT)
+    elif ACC == ACC_EXACT or ACC == ACC_FP64:
+        acc = acc + x.to(tl.float64)
+    elif ACC == ACC_BF16:
+        acc = round_through_bf16(acc + x)
+    else:
+        acc = acc + x
+    return acc
+
+
+def interpreted() -> bool:
+    return not isinstance(row_at, triton.JITFunction)
+
+
+def raw_bits(x: Tensor) -> Tensor:
+    """bf16 as its bits; fp32 as it is."""
+    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+
+
+def on_device(tensor: Tensor) -> Any:
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else torch.autograd.profiler.record_function("mirror")
