@@ -13,7 +13,7 @@ RULES: list[tuple[int, int, dict[str, Any]]] = [
     (256, 8, {}),
     (128, 8, {"renormalize": True, "scaling_factor": 2.5}),
     (64, 6, {"pre_softmax": False}),
-    (256, 8, {"score_function": "sigmoid", "num_groups": 8, "group_topk": 4, "scaling_factor": 2.5, "bias": True}),
+    (256, 8, {"score_function": "sigmoid", "num_groups": 8, "group_topk": 4, "scaling_factor": 2.6, "bias": True}),
     (160, 6, {"num_groups": 8, "group_topk": 3, "group_score_topk": 1}),
     (32, 1, {"score_function": "sigmoid"}),
     (33, 4, {"score_function": "sqrtsoftplus", "bias": True}),

@@ -274,8 +274,8 @@ def fused_moe_aux_loss(
                        (a sequence loss has batch * num_experts columns).
     tokens_per_expert  [cols], int16/32/64, fp32 or bf16: tokens that chose each column, over all tokens of the loss.
     total_num_tokens   T, all tokens of the loss: an int, or a 0-dim int64 tensor on the device, which may change
-                       between replays of a CUDA graph. An int below 1 is a ValueError; a device T below 1 gives loss 0 and
-                       gradient 0, because the host does not look at it.
+                       between replays of a CUDA graph. An int below 1 is a ValueError; a device T below 1 gives loss
+                       0 and gradient 0, because the host does not look at it.
     deterministic      both values give the same bits here; the argument is part of the signature.
     padding_mask       bool [rows], True where a row is padding: it never counts, whatever it holds.
     count_total        T of tokens_per_expert where it differs from that of probs: C = E*coeff / topk / count_total / T.

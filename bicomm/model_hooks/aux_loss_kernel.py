@@ -37,7 +37,7 @@ def _constant(c_host, total, start, DEVICE_TOTAL: tl.constexpr):
 @triton.jit
 def _times_counts(x, counts, pointer, mask, WIDE: tl.constexpr):
     n = tl.load(counts + pointer, mask=mask, other=0)
-    hi = n.to(tl.float32)
+    hi = pin.widen(n)
     out = x * hi
     if WIDE:
         lo = (n.to(tl.int64) - hi.to(tl.int64)).to(tl.float32)
@@ -78,7 +78,7 @@ def aux_loss_partials(
                 mask = (r < last) & (c_index < cols)
                 if PADDING:
                     mask = mask & (tl.load(padding + r, mask=r < last, other=1) == 0)
-                acc += tl.load(probs + r * row_stride + c_index, mask=mask, other=0.0).to(tl.float32)
+                acc += pin.widen(tl.load(probs + r * row_stride + c_index, mask=mask, other=0.0))
         weighted = _times_counts(acc, counts, c_index, c_index < cols, WIDE)
         partial += pin.fixed_sum(tl.reshape(weighted, (1, TILE_ROWS * TILE_COLS)), 1)
     c = _constant(c_host, total, start, DEVICE_TOTAL)
@@ -104,7 +104,7 @@ def aux_loss_backward(
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None].to(tl.int64)
     c_index = tl.program_id(1) * TILE_COLS + tl.arange(0, TILE_COLS)[None, :]
-    row = _times_counts(tl.load(const), counts, c_index, c_index < cols, WIDE) * tl.load(grad).to(tl.float32)
+    row = _times_counts(tl.load(const), counts, c_index, c_index < cols, WIDE) * pin.widen(tl.load(grad))
     row = tl.broadcast_to(pin.narrow(row, grad_probs.dtype.element_ty), (TILE_ROWS, TILE_COLS))
     if PADDING:
         row = tl.where(tl.load(padding + r, mask=r < rows, other=1) == 0, row, 0.0)

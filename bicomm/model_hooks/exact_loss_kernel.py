@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bicomm.model_hooks import exact_loss as ref
+from bicomm.model_hooks import pinned_triton as pin
 
 LIMBS = tl.constexpr(ref.LIMBS)
 LIMB_BITS = tl.constexpr(ref.LIMB_BITS)
@@ -19,7 +20,7 @@ def _load(probs, padding, r, c, last, rows_stride, cols, PADDING: tl.constexpr):
     mask = (r < last) & (c < cols)
     if PADDING:
         mask = mask & (tl.load(padding + r, mask=r < last, other=1) == 0)
-    return tl.load(probs + r * rows_stride + c, mask=mask, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
+    return pin.widen(tl.load(probs + r * rows_stride + c, mask=mask, other=0.0)).to(tl.int32, bitcast=True)
 
 
 @triton.jit

@@ -11,17 +11,24 @@ from torch import Tensor
 @triton.jit
 def serial_product(
     a, b, out, M, N, K, a_row, a_col, b_row, b_col,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :].to(tl.int64)
     k = tl.arange(0, BLOCK_K).to(tl.int64)
+    # rows and columns beyond the end repeat the last one: they are computed, and not stored
+    x_at = a + tl.minimum(m, M - 1) * a_row + k[None, :] * a_col
+    w_at = b + k[:, None] * b_row + tl.minimum(n, N - 1) * b_col
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
-        inner = start + k
-        x = tl.load(a + m * a_row + inner[None, :] * a_col, mask=(m < M) & (inner[None, :] < K), other=0.0)
-        w = tl.load(b + inner[:, None] * b_row + n * b_col, mask=(inner[:, None] < K) & (n < N), other=0.0)
+        if EVEN_K:
+            x, w = tl.load(x_at), tl.load(w_at)
+        else:
+            x = tl.load(x_at, mask=k[None, :] < K - start, other=0.0)
+            w = tl.load(w_at, mask=k[:, None] < K - start, other=0.0)
         acc = tl.dot(x, w, acc, input_precision="ieee")
+        x_at += BLOCK_K * a_col
+        w_at += BLOCK_K * b_row
     tl.store(out + m * N + n, acc, mask=(m < M) & (n < N))
 
 
@@ -29,7 +36,7 @@ def tile(K: int, N: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
     """(BLOCK_M, BLOCK_N, BLOCK_K, warps, stages) by (K, N, dtype) only: never by the number of rows."""
     if dtype == torch.float32:
         return 64, 32, 32, 4, 2
-    return 64, 32 if N > 16 else 16, 128 if K >= 1024 else 64, 4, 3
+    return 64, 32 if N > 16 else 16, 64, 4, 4
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -41,6 +48,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     block_m, block_n, block_k, warps, stages = tile(K, N, a.dtype)
     serial_product[(triton.cdiv(M, block_m), triton.cdiv(N, block_n))](
         a, b, out, M, N, K, a.stride(0), a.stride(1), b.stride(0), b.stride(1),
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages, enable_fp_fusion=False,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, EVEN_K=K % block_k == 0, num_warps=warps, num_stages=stages,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out

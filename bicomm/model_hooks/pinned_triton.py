@@ -115,6 +115,16 @@ def value_of_key(key):
 
 
 @triton.jit
+def widen(x):
+    """A loaded value as fp32; exact but for fp64. bf16 goes by its bits: Triton's interpreter loses its subnormals."""
+    if x.dtype == tl.bfloat16:
+        out = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        out = x.to(tl.float32)
+    return out
+
+
+@triton.jit
 def narrow(x, dtype: tl.constexpr):
     """fp32 x rounded to nearest even into `dtype`. bf16 is rounded in integers: Triton's interpreter cuts it off."""
     if dtype == tl.bfloat16:

@@ -47,7 +47,7 @@ def _rule(
     if score_function == "softmax" and not pre_softmax and renormalize:
         raise ValueError("a softmax after top-k already adds up to 1: renormalize=True means nothing there")
     norm = score_function != "softmax" if renormalize is None else renormalize
-    return Rule(k, score_function, pre_softmax, norm, scaling_factor, groups, chosen, best)  # type: ignore[arg-type]
+    return Rule(k, score_function, pre_softmax, norm, scaling_factor, groups, chosen, best)
 
 
 def _check(logits: Tensor, rule: Rule, bias: Tensor | None, padding: Tensor | None, index_dtype: torch.dtype) -> None:

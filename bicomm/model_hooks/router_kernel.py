@@ -129,7 +129,7 @@ def route_forward(
     live = row < T
     if PADDING:
         live = live & (tl.load(padding + row, mask=row < T, other=1) == 0)
-    x = tl.load(logits + row * row_stride + e, mask=live & valid, other=0.0).to(tl.float32)
+    x = pin.widen(tl.load(logits + row * row_stride + e, mask=live & valid, other=0.0))
     high, denominator = _row_parts(x, valid, FUNCTION)
     s = _pointwise(x, high, denominator, FUNCTION)
 
@@ -144,7 +144,7 @@ def route_forward(
     else:
         value = s
         if BIAS:
-            value = s + tl.load(bias + e, mask=valid, other=0.0).to(tl.float32)
+            value = s + pin.widen(tl.load(bias + e, mask=valid, other=0.0))
         key = _ranked(value, e, valid)
         if G > 1:
             key = _drop_groups(key, value, g, tl.arange(0, G_PAD)[None, :], S_PAD, G, G_PAD,
@@ -159,7 +159,7 @@ def route_forward(
 
     routed = live & (slot < K) & (id_tile >= 0) & (id_tile < E)
     if INDEX or DENSE:
-        xk = tl.load(logits + row * row_stride + id_tile, mask=routed, other=0.0).to(tl.float32)
+        xk = pin.widen(tl.load(logits + row * row_stride + id_tile, mask=routed, other=0.0))
         sk = _pointwise(xk, high, denominator, FUNCTION)
         high_k, denominator_k = _slot_parts(xk, sk, routed, FUNCTION, RENORMALIZE)
     if INDEX:
@@ -191,31 +191,31 @@ def route_backward(
     live = row < T
     if PADDING:
         live = live & (tl.load(padding + row, mask=row < T, other=1) == 0)
-    x = tl.load(logits + row * row_stride + e, mask=live & valid, other=0.0).to(tl.float32)
+    x = pin.widen(tl.load(logits + row * row_stride + e, mask=live & valid, other=0.0))
     high, denominator = _row_parts(x, valid, FUNCTION)
     s = _pointwise(x, high, denominator, FUNCTION)
 
     slot = tl.arange(0, KP)[None, :]
     id_tile = tl.load(ids + row * K + slot, mask=live & (slot < K), other=-1).to(tl.int32)
     routed = live & (slot < K) & (id_tile >= 0) & (id_tile < E)
-    xk = tl.load(logits + row * row_stride + id_tile, mask=routed, other=0.0).to(tl.float32)
+    xk = pin.widen(tl.load(logits + row * row_stride + id_tile, mask=routed, other=0.0))
     sk = tl.where(routed, _pointwise(xk, high, denominator, FUNCTION), 0.0)
     high_k, denominator_k = _slot_parts(xk, sk, routed, FUNCTION, RENORMALIZE)
     wk = _weight(xk, sk, high_k, denominator_k, FUNCTION, RENORMALIZE)
     if DENSE:
-        gk = tl.load(grad + row * E + id_tile, mask=routed, other=0.0).to(tl.float32)
+        gk = pin.widen(tl.load(grad + row * E + id_tile, mask=routed, other=0.0))
     else:
-        gk = tl.load(grad + row * K + slot, mask=routed, other=0.0).to(tl.float32)
+        gk = pin.widen(tl.load(grad + row * K + slot, mask=routed, other=0.0))
     chosen = tl.zeros([R, P], tl.int32)
     g = tl.zeros([R, P], tl.float32)
     for j in range(K):
         id_j = tl.load(ids + row * K + j, mask=live, other=-1).to(tl.int32)
         chosen = tl.where(e == id_j, 1, chosen)
         if not DENSE:
-            g = tl.where(e == id_j, tl.load(grad + row * K + j, mask=live, other=0.0).to(tl.float32), g)
+            g = tl.where(e == id_j, pin.widen(tl.load(grad + row * K + j, mask=live, other=0.0)), g)
     hit = (chosen == 1) & valid & live
     if DENSE:
-        g = tl.load(grad + row * E + e, mask=hit, other=0.0).to(tl.float32)
+        g = pin.widen(tl.load(grad + row * E + e, mask=hit, other=0.0))
     if SCALE:
         gk = gk * scale
         g = g * scale
@@ -242,7 +242,7 @@ def all_scores_forward(logits, scores, T, row_stride, E: tl.constexpr, P: tl.con
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None].to(tl.int64)
     e = tl.arange(0, P)[None, :]
     inside = (row < T) & (e < E)
-    x = tl.load(logits + row * row_stride + e, mask=inside, other=0.0).to(tl.float32)
+    x = pin.widen(tl.load(logits + row * row_stride + e, mask=inside, other=0.0))
     high, denominator = _row_parts(x, e < E, FUNCTION)
     s = _pointwise(x, high, denominator, FUNCTION)
     if FUNCTION != SOFTMAX:
@@ -256,8 +256,8 @@ def all_scores_backward(logits, grad, grad_logits, T, row_stride, E: tl.constexp
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None].to(tl.int64)
     e = tl.arange(0, P)[None, :]
     inside = (row < T) & (e < E)
-    x = tl.load(logits + row * row_stride + e, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(grad + row * E + e, mask=inside, other=0.0).to(tl.float32)
+    x = pin.widen(tl.load(logits + row * row_stride + e, mask=inside, other=0.0))
+    g = pin.widen(tl.load(grad + row * E + e, mask=inside, other=0.0))
     high, denominator = _row_parts(x, e < E, FUNCTION)
     s = _pointwise(x, high, denominator, FUNCTION)
     if FUNCTION == SOFTMAX:
@@ -315,12 +315,12 @@ def run_forward(
         spare if ids is None else ids,
         spare if dense is None else dense,
         spare if routing_map is None else routing_map.view(torch.uint8),
-        T, stride, 1.0 if rule.scaling_factor is None else rule.scaling_factor,
+        T, stride, 1.0 if rule.scaling_factor is None else float(rule.scaling_factor),
         E=E, K=rule.topk, KP=_pad(rule.topk), G=rule.num_groups, G_PAD=g_pad, S_PAD=s_pad, GROUP_TOPK=rule.group_topk,
         GROUP_SCORE_TOPK=rule.group_score_topk, FUNCTION=_function(rule),
-        RENORMALIZE=rule.renormalize and rule.topk > 1, SCALE=rule.scaling_factor is not None, BIAS=bias is not None, PADDING=padding_mask is not None,
-        REPLAY=fixed_ids is not None, INDEX=weights is not None, DENSE=dense is not None,
-        MAP=routing_map is not None, R=R, num_warps=warps, enable_fp_fusion=False,
+        RENORMALIZE=rule.renormalize and rule.topk > 1, SCALE=rule.scaling_factor is not None,
+        BIAS=bias is not None, PADDING=padding_mask is not None, REPLAY=fixed_ids is not None,
+        INDEX=weights is not None, DENSE=dense is not None, MAP=routing_map is not None, R=R, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -337,7 +337,7 @@ def run_backward(
     R, warps = shape or launch_shape(T, _pad(E))
     route_backward[(triton.cdiv(T, R),)](
         x, x if padding_mask is None else padding_mask.view(torch.uint8), ids, grad.contiguous(), out, T, stride,
-        1.0 if rule.scaling_factor is None else rule.scaling_factor,
+        1.0 if rule.scaling_factor is None else float(rule.scaling_factor),
         E=E, K=rule.topk, KP=_pad(rule.topk), P=_pad(E), FUNCTION=_function(rule),
         RENORMALIZE=rule.renormalize and rule.topk > 1, SCALE=rule.scaling_factor is not None,
         PADDING=padding_mask is not None, DENSE=dense, R=R, num_warps=warps, enable_fp_fusion=False,

@@ -21,7 +21,7 @@ ROUTER_CLASSES = ("Qwen3MoeTopKRouter",)
 
 
 class ReplacedRouters:
-    """What :func:`replace_routers` did. `names`: the routers, in order. `remove()` undoes it, as leaving a `with` does."""
+    """What :func:`replace_routers` did. `names`: the routers, in order. `remove()`, or leaving a `with`, undoes it."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self._modules = modules

@@ -15,7 +15,7 @@ from bicomm.model_hooks.router_kernel import launch_shape
 def _parts(logits, row, T, row_stride, E: tl.constexpr, P: tl.constexpr):
     e = tl.arange(0, P)[None, :]
     valid = e < E
-    x = tl.load(logits + row * row_stride + e, mask=(row < T) & valid, other=0.0).to(tl.float32)
+    x = pin.widen(tl.load(logits + row * row_stride + e, mask=(row < T) & valid, other=0.0))
     high = tl.max(tl.where(valid & (x == x), x, float("-inf")), axis=1, keep_dims=True)
     t = pin.exp_neg(x - high)
     return e, t, high, pin.fixed_sum(tl.where(valid, t, 0.0), 1)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from router_cases import LOSSES, bits, probabilities, same, token_counts
 from torch import Tensor
 
 from bicomm.model_hooks import aux_loss, aux_loss_kernel, exact_loss, exact_loss_kernel
 from bicomm.model_hooks.aux_loss import aux_loss_workspace, fused_moe_aux_loss, fused_moe_aux_loss_out
+from router_cases import LOSSES, bits, probabilities, same, token_counts
 
 CUDA = torch.device("cuda")
 

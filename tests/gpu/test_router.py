@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from router_cases import RULES, logits, same
 
 from bicomm.model_hooks import losses, replay, router, router_kernel, scores
 from bicomm.model_hooks.gate import gate
+from router_cases import RULES, logits, same
 
 CUDA = torch.device("cuda")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
