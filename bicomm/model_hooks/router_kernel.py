@@ -318,9 +318,9 @@ def run_forward(
         T, stride, 1.0 if rule.scaling_factor is None else float(rule.scaling_factor),
         E=E, K=rule.topk, KP=_pad(rule.topk), G=rule.num_groups, G_PAD=g_pad, S_PAD=s_pad, GROUP_TOPK=rule.group_topk,
         GROUP_SCORE_TOPK=rule.group_score_topk, FUNCTION=_function(rule),
-        RENORMALIZE=rule.renormalize and rule.topk > 1, SCALE=rule.scaling_factor is not None,
-        BIAS=bias is not None, PADDING=padding_mask is not None, REPLAY=fixed_ids is not None,
-        INDEX=weights is not None, DENSE=dense is not None, MAP=routing_map is not None, R=R, num_warps=warps, enable_fp_fusion=False,
+        RENORMALIZE=rule.renormalize and rule.topk > 1, SCALE=rule.scaling_factor is not None, BIAS=bias is not None,
+        PADDING=padding_mask is not None, REPLAY=fixed_ids is not None, INDEX=weights is not None,
+        DENSE=dense is not None, MAP=routing_map is not None, R=R, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
