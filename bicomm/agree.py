@@ -10,7 +10,6 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from bicomm.peers import boot_id
 
 R = TypeVar("R")
 _SLICE = 0.25  # seconds between two looks at the abort key and at the processes that are waited for
+_PAUSE = 0.01  # seconds between two questions to the store, at most: 100 a second and rank are little to it
 
 
 class StoreSync:
@@ -75,11 +75,11 @@ class StoreSync:
 
     def read(self, rank: int) -> str:
         """What a rank left last; waits briefly for it."""
-        try:
-            self._store.wait([f"text/{rank}"], timedelta(seconds=2))
-            return bytes(self._store.get(f"text/{rank}")).decode()
-        except RuntimeError:
-            return "its reason did not arrive"
+        for _ in range(200):
+            if self._has(f"text/{rank}"):
+                return self._get(f"text/{rank}").decode()
+            time.sleep(_PAUSE)
+        return "its reason did not arrive"
 
     def _key(self, count: int, rank: int) -> str:
         return f"{self._epoch}/{count}/{rank}"
@@ -88,17 +88,19 @@ class StoreSync:
         return f"{self._epoch}/lost"
 
     def _wait(self, keys: list[str], *, recovering: bool) -> None:
+        # Not `store.wait`: it prints a warning, on every rank, each time that it runs out of time.
         last = time.monotonic()
-        deadline = last + self.timeout
-        while True:
-            try:
-                self._store.wait(keys, timedelta(seconds=_SLICE))
-                return
-            except RuntimeError:  # a slice of the wait went by, or the store is gone: the next look at it tells
-                now = time.monotonic()
-            if now - last > 4 * _SLICE:  # this process was stopped; so were the others, perhaps: they get that time too
+        deadline, look, pause = last + self.timeout, last + _SLICE, 100e-6
+        while not self._has(*keys):
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE)
+            now = time.monotonic()
+            if now - last > 1.0:  # this process was stopped; so were the others, perhaps: they get that time too
                 deadline += now - last
             last = now
+            if now < min(look, deadline):
+                continue
+            look = now + _SLICE
             missing = [rank for rank, key in enumerate(keys) if not self._has(key)]
             if not missing:
                 return
@@ -130,8 +132,8 @@ class StoreSync:
         if not self._has(self._lost()):
             self._set(self._lost(), json.dumps(record).encode())
 
-    def _has(self, key: str) -> bool:
-        return self._call(lambda: self._store.check([key]))
+    def _has(self, *keys: str) -> bool:
+        return self._call(lambda: self._store.check(list(keys)))
 
     def _get(self, key: str) -> bytes:
         return bytes(self._call(lambda: self._store.get(key)))

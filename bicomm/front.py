@@ -11,46 +11,44 @@ from torch import Tensor
 from bicomm.arguments import Mode
 from bicomm.communicator import Communicator
 
-_made: dict[tuple[str, str], Communicator] = {}
+# By the group itself, which is kept: a name comes back when torch destroys one group and makes another.
+_made: dict[tuple[dist.ProcessGroup, str], Communicator] = {}
+_by_handle: dict[int, Communicator] = {}
 
 
 def communicator(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Communicator:
     """The communicator that `bicomm.combine` uses for a group (default: that of `bicomm.init`); made at first use.
 
-    Collective the first time. It has no contract of its own: each call names one.
+    Collective the first time. It has no contract of its own: each call names one. `bicomm.shutdown` closes it.
     """
-    from bicomm.world import current
+    from bicomm.world import at_shutdown, current
 
     chosen = group if group is not None else current().group
     where = current().device if device is None else device
-    key = (chosen.group_name, where.type)
+    key = (chosen, where.type)
     if key not in _made:
-        _made[key] = Communicator(chosen, device=where)
+        if not _made:
+            at_shutdown(forget)
+        made = _made[key] = Communicator(chosen, device=where)
+        _by_handle[made.handle] = made
     return _made[key]
 
 
 def forget() -> None:
     """Close the communicators that this module made."""
-    for made in _made.values():
-        made.close()
-    _made.clear()
+    while _made:
+        _made.popitem()[1].close()
+    _by_handle.clear()
 
 
-def _at_hand(group: dist.ProcessGroup | None, x: Any) -> Communicator:
-    # torch.compile cannot trace the making of a communicator, only find one that is there.
-    if torch.compiler.is_compiling() and group is None:
-        return _only()
-    return communicator(group)
+def _at_hand(group: dist.ProcessGroup | None) -> Communicator:
+    # torch.compile cannot trace the making of a communicator: while tracing it is made, or found, and known by number.
+    return _by_handle[_handle(group)] if torch.compiler.is_compiling() else communicator(group)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _only_key() -> tuple[str, str]:
-    made = communicator()
-    return next(key for key, value in _made.items() if value is made)
-
-
-def _only() -> Communicator:
-    return _made[_only_key()]
+def _handle(group: dist.ProcessGroup | None) -> int:
+    return communicator(group).handle
 
 
 def combine(
@@ -68,7 +66,7 @@ def combine(
     id, a preset or a Contract. Returns [splits[rank], hidden]. Differentiable. Raises NotInitialized before
     `bicomm.init()`.
     """
-    return _at_hand(group, x).combine(x, mode, splits=splits, out=out, out_dtype=out_dtype)
+    return _at_hand(group).combine(x, mode, splits=splits, out=out, out_dtype=out_dtype)
 
 
 def combine_rows(
@@ -83,7 +81,7 @@ def combine_rows(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`Communicator.combine_rows`, the `owner` combine, in the group's own communicator."""
-    return _at_hand(group, rows).combine_rows(
+    return _at_hand(group).combine_rows(
         rows, row_of_slot, rank_of_slot, weights, product_dtype=product_dtype, out=out, out_dtype=out_dtype
     )
 
@@ -97,4 +95,4 @@ def dispatch(
     out: Tensor | None = None,
 ) -> Tensor:
     """`Communicator.dispatch`, the all-gather whose gradient is combine, in the group's own communicator."""
-    return _at_hand(group, x).dispatch(x, splits=splits, mode=mode, out=out)
+    return _at_hand(group).dispatch(x, splits=splits, mode=mode, out=out)

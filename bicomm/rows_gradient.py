@@ -20,8 +20,8 @@ def of_rows(
 ) -> Tensor:
     """To a row: the exact sum, over the slots that used it, of weight * the gradient of the slot's token.
 
-    grad [t, H], the maps and weights [t, K] are of this rank's tokens; rows [R, H] of its experts. Returns [R, H] in the
-    dtype of rows.
+    grad [t, H], the maps and weights [t, K] are of this rank's tokens; rows [R, H] of its experts. Returns [R, H] in
+    the dtype of rows.
     """
     if row_of_slot.shape[1] == 0:  # on all ranks
         return torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device)
