@@ -19,6 +19,8 @@ PARTIALS: dict[str, Partial] = {
     "megatron-vllm-squared-relu": Partial("slot", "fp32", "activation"),
     # Megatron-LM inference, torch or DeepGEMM experts: ascending local expert id, fp32.
     "megatron-deepgemm": Partial("expert", "fp32", "activation"),
+    # Megatron-LM's own training mirror: ascending expert id, fp64 where the rows are not weighed here.
+    "megatron-training-mirror": Partial("expert", "fp64", "activation"),
     # vLLM batch-invariant: the weight enters FC2's fp32 accumulator, rows are bf16, slots are added in order.
     "vllm-bf16": Partial("slot", "bf16", "activation"),
     "vllm-fp32": Partial("slot", "fp32", "activation"),
@@ -36,8 +38,13 @@ PRESETS: dict[str, Contract] = {
     "megatron-vllm-squared-relu-fma": Contract("ordered", partial=PARTIALS["megatron-vllm-squared-relu-fma"]),
     "megatron-vllm-squared-relu": Contract("ordered", partial=PARTIALS["megatron-vllm-squared-relu"]),
     "megatron-deepgemm": Contract("ordered", partial=PARTIALS["megatron-deepgemm"]),
+    "megatron-training-mirror": Contract("ordered", partial=PARTIALS["megatron-training-mirror"]),
+    "megatron-training-mirror-fp64": Contract("fp64", partial=PARTIALS["megatron-training-mirror"]),
+    # One process holds all experts of a token in the next three: mirror them with ep_size 1.
     "transformers-bf16": Contract("ordered", partial=PARTIALS["transformers-bf16"]),
     "transformers-fp32": Contract("ordered", partial=PARTIALS["transformers-fp32"]),
+    "slot-fp32": Contract("ordered", partial=PARTIALS["slot-fp32"]),
+    "owner": Contract("owner"),
 }
 
 

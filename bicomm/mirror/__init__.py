@@ -5,7 +5,7 @@ through the engine's tree (which engine rank made each row is data), `combine` s
 is the same object that the engine's executor names. See docs/mirror.md.
 """
 
-from bicomm.mirror.describe import CANNOT_MIRROR, ContractMismatch, check, describe, differences
+from bicomm.mirror.describe import CANNOT_MIRROR, ContractMismatch, check, describe, differences, resolve
 from bicomm.mirror.maps import (
     Placement,
     SlotMap,
@@ -31,6 +31,7 @@ __all__ = [
     "order_of_slot",
     "permute",
     "rank_of_slot",
+    "resolve",
     "slots_of_routing_map",
     "unpermute",
 ]
