@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bicomm.errors import CaptureError
+
 VECTOR_BYTES = 16  # the widest load and store of one thread
 
 # Integer arguments of kernels that may take any value: a launch must never wait for another compilation because one of
 # them is 1 or a multiple of 16. (Their alignment reaches the compiler as the constexpr VEC.)
 RUNTIME_INTEGERS = (
-    "offset", "start", "units", "hidden", "rows", "rank", "capacity", "columns", "most",
+    "offset", "start", "units", "hidden", "rows", "rank", "capacity", "columns", "most", "multicast",
     "what", "shape", "tokens", "mark", "patience",
 )  # fmt: skip
 
@@ -177,7 +179,16 @@ class Gather:
 def _on_device(splits: tuple[int, ...], device: torch.device) -> Tensor:
     """A small tensor on the device, kept: equal splits come again and again, and a copy to the GPU costs 10 us."""
     host = torch.tensor(splits, dtype=torch.int64)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    if device.type != "cuda":
+        return host
+    if torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            f"splits {list(splits)} are on the host, and a CUDA graph cannot hold their copy to the GPU: make this call "
+            f"once before the capture, or pass splits as an int64 tensor on the GPU"
+        )
+    on_device = host.to(device)
+    torch.cuda.current_stream(device).synchronize()  # other streams will read it
+    return on_device
 
 
 def vector_width(itemsize: int, *byte_counts: int) -> int:

@@ -406,8 +406,8 @@ class LocalRank:
     facts: _plan.Facts
     device: torch.device
 
-    def communicator(self, rank: int, mode: Mode | None) -> Communicator:
+    def communicator(self, rank: int, mode: Mode | None, debug: bool) -> Communicator:
         """The communicator around this rank's transport."""
         made = Communicator.__new__(Communicator)
-        made._adopt(self.transport, self.facts, rank, self.device, mode)
+        made._adopt(self.transport, self.facts, rank, self.device, mode, debug=debug)
         return made

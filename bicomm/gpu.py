@@ -63,6 +63,7 @@ class GpuTransport(Transport):
         self._error: BicommError | None = None
         self._epoch = 1
         self._reset()
+        self._one_each = torch.ones(size, dtype=torch.int64, device=device)
 
     # ------------------------------------------------------------------------------------------------- collectives
 
@@ -148,7 +149,7 @@ class GpuTransport(Transport):
             mine = torch.full((1, 1), own, dtype=torch.int64, device=self.device)
         else:
             mine = own.to(torch.int64).view(1, 1)
-        return self.dispatch(mine, (1,) * self.size, None, None).view(self.size)
+        return self.dispatch(mine, self._one_each, None, self.size).view(self.size)
 
     def barrier(self) -> None:
         """One full barrier on the current stream, without work."""

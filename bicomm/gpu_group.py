@@ -77,7 +77,9 @@ def _why_apart(sync: StoreSync, device: torch.device) -> str:
     return ""
 
 
-def local_gpu_world(size: int, mode: Mode | None, device: torch.device, timeout: float) -> list[Communicator]:
+def local_gpu_world(
+    size: int, mode: Mode | None, device: torch.device, timeout: float, debug: bool
+) -> list[Communicator]:
     """W communicators on one GPU, each with its own stream: see `bicomm.local_world`."""
     device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
     world = LocalWorld(size, device)
@@ -87,7 +89,7 @@ def local_gpu_world(size: int, mode: Mode | None, device: torch.device, timeout:
     for rank in range(size):
         transport = GpuTransport(rank, size, device, controls[rank], LocalLink(world, rank), timeout, timeout)
         transport.blocks_limit = max(1, torch.cuda.get_device_properties(device).multi_processor_count // size)
-        comm = LocalRank(transport, facts, device).communicator(rank, mode)
+        comm = LocalRank(transport, facts, device).communicator(rank, mode, debug)
         comm.stream = torch.cuda.Stream(device)
         comms.append(comm)
     return comms

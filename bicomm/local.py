@@ -15,12 +15,17 @@ from bicomm.symmem.buffer import SymmetricBuffer, align
 
 
 def local_world(
-    size: int, *, mode: Mode | None = None, device: torch.device | str = "cpu", timeout: float = 30.0
+    size: int,
+    *,
+    mode: Mode | None = None,
+    device: torch.device | str = "cpu",
+    timeout: float = 30.0,
+    debug: bool = False,
 ) -> list[Communicator]:
     """W communicators in this process: for tests, for timing on one GPU, and for notebooks without a launcher.
 
     On a CPU, call each from its own thread, since a collective waits for the others. On a GPU each has its own stream,
-    `comm.stream`, and one thread can issue all of them.
+    `comm.stream`, and one thread can issue all of them (see gpu_group.rehearsal). debug: as for `Communicator`.
 
         comms = bicomm.local_world(8, mode="exact")
         with ThreadPoolExecutor(8) as pool:
@@ -32,7 +37,7 @@ def local_world(
     if where.type == "cuda":
         from bicomm.gpu_group import local_gpu_world
 
-        return local_gpu_world(size, mode, where, timeout)
+        return local_gpu_world(size, mode, where, timeout, debug)
     control = np.zeros(control_bytes(size), np.uint8)
     world = _Arena(size)
     facts = Facts("cpu", size, "", "the ranks work on CPUs")
@@ -40,7 +45,7 @@ def local_world(
     for rank in range(size):
         sync = FlagSync(control, rank, size, timeout)
         transport = CpuTransport(sync, lambda nbytes, rank=rank, sync=sync: world.allocate(rank, sync, nbytes))  # type: ignore[misc]
-        comms.append(LocalRank(transport, facts, where).communicator(rank, mode))
+        comms.append(LocalRank(transport, facts, where).communicator(rank, mode, debug))
     return comms
 
 

@@ -234,8 +234,7 @@ def test_zero_copy_reads_the_acquired_buffer_in_place(comms: list[Communicator])
 
 
 def test_a_write_after_release_is_caught_in_debug_mode() -> None:
-    comm = bicomm.local_world(1, device=DEVICE)[0]
-    comm.debug = True
+    comm = bicomm.local_world(1, device=DEVICE, debug=True)[0]
     with comm.acquire(4, 8) as buffer:
         buffer.fill_(1.0)
     comm.combine(torch.ones(4, 8, device=DEVICE), "exact")
