@@ -169,9 +169,9 @@ def spread_limit(addends: int, significand: int = 24) -> int:
     return 53 - significand - (addends - 1).bit_length()
 
 
-def tile_for(elements: int) -> Tile:
-    """The launch for a result of so many elements."""
-    return Tile(512, 4, 8) if elements <= 1 << 20 else Tile(1024, 4, 8)
+def tile_for(elements: int, addends: int) -> Tile:
+    """The launch for a result of so many elements. Looped loads of more than 16 addends would spill at 1,024."""
+    return Tile(512, 4, 8) if elements <= 1 << 20 or addends > UNROLL.value else Tile(1024, 4, 8)
 
 
 def reduce(call: Reduce, parameters: tuple[int, ...] = (), *, tile: Tile | None = None) -> Tensor:
@@ -179,7 +179,7 @@ def reduce(call: Reduce, parameters: tuple[int, ...] = (), *, tile: Tile | None 
 
     Every rank's buffer holds fp32 [sum(splits), hidden] at peers[r] + offset. Asynchronous on the current stream.
     """
-    tile = tile or tile_for(call.capacity)
+    tile = tile or tile_for(call.capacity, call.world_size)
     vector = call.vector
     g, t, s = parameters or (0, 0, 0)
     _exact_kernel[grid(cdiv(call.capacity, tile.block), tile, call.out.device, call.sync)](
