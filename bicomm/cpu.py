@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bicomm.arguments import check_gathered
 from bicomm.contract import Contract, round_output
-from bicomm.header import Header
+from bicomm.header import ACQUIRE, Header
 from bicomm.hostcalls import HostTransport
 from bicomm.slots import check_slots, sum_slots
 from bicomm.symmem.arenas import Arenas, Place
@@ -105,7 +105,7 @@ class CpuTransport(HostTransport):
         place = self._arenas.take(nbytes)
         if place is not None:
             return place
-        header = Header(0, "grow", hidden=nbytes, held=self.held())
+        header = Header(0, ACQUIRE, hidden=nbytes, held=self.held())
         return self._calls.run(header, lambda _: self._take(nbytes), lambda _, at: at)
 
     def release(self, place: Place) -> None:

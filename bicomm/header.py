@@ -12,6 +12,7 @@ from bicomm.errors import CallMismatch, PeerRefused
 from bicomm.flags import short
 
 NOWHERE = (-1, -1)  # the place of an operand that is an ordinary tensor: it is copied during the call
+ACQUIRE = "acquire"  # the operation of a rank whose memory must grow for a buffer
 _PER_RANK = ("rows", "refusal", "gradient", "fixed")  # these may differ between the ranks of one call
 
 
@@ -20,10 +21,10 @@ class Header:
     """One rank's side of one collective call.
 
     sequence   how many calls this communicator has made since it was created or recovered.
-    operation  combine, dispatch, combine_rows, grow.
+    operation  combine, dispatch, combine_rows, acquire.
     contract   the id of the contract, or "" where no sum is made.
     dtype      of the operand (and of the product that is summed), without "torch.".
-    hidden     columns of the operand; bytes to grow by.
+    hidden     columns of the operand; bytes of a buffer to acquire.
     slots      slots a token in combine_rows.
     splits     tokens per rank, or () where each rank knows its own count only.
     place      where the operand lies: (arena, byte offset), the same on every rank; (-1, -1) for an ordinary tensor.
@@ -67,9 +68,13 @@ class Header:
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
     def describe(self, fields: list[str]) -> str:
-        """`combine(dtype=float32, hidden=2048)`: the call, with the fields that are asked for."""
-        shown = ", ".join(f"{name}={getattr(self, name)}" for name in fields if name != "operation")
-        return f"{self.operation}({shown})"
+        """`combine(dtype=float32, hidden=2048)`: the call, with the fields that are asked for; of another operation,
+        those that it has."""
+        if "operation" in fields:
+            if self.operation == ACQUIRE:
+                return f"{self.operation}({self.hidden:,} bytes)"
+            fields = [name for name in ("contract", "dtype", "hidden", "slots", "splits") if getattr(self, name)]
+        return f"{self.operation}({', '.join(f'{name}={getattr(self, name)}' for name in fields)})"
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -96,9 +101,10 @@ def check_headers(headers: Sequence[Header]) -> None:
 
 
 def _hint(fields: list[str], one: Header, other: Header) -> str:
-    if "operation" in fields or not {"place", "held"} & set(fields):
+    acquiring = "operation" in fields and ACQUIRE in (one.operation, other.operation)
+    if not acquiring and ("operation" in fields or not {"place", "held"} & set(fields)):
         return ""
-    if (one.place == NOWHERE) != (other.place == NOWHERE):
+    if not acquiring and (one.place == NOWHERE) != (other.place == NOWHERE):
         return ": one operand lies in an acquired buffer and the other, at place (-1, -1), does not"
     return ": buffers were acquired or released in another order, with other sizes, or on some ranks only"
 
