@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,17 +92,17 @@ def gpus() -> list[dict[str, Any]]:
                 "name": of.name,
                 "capability": f"{of.major}.{of.minor}",
                 "memory_gib": round(of.total_memory / 2**30, 1),
-                "multicast": multicast_reason(index),
+                "multicast": multicast_reason(index, os.environ),
             }
         )
     return found
 
 
-def multicast_reason(index: int) -> str:
+def multicast_reason(index: int, environment: Mapping[str, str]) -> str:
     """Why this GPU cannot take part in NVLink multicast, "" if nothing is known against it."""
     if torch.cuda.get_device_capability(index) < (9, 0):
         return "needs compute capability 9.0 or higher"
-    if os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0") not in ("", "0"):
+    if environment.get("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0") not in ("", "0"):
         return "TORCH_SYMM_MEM_DISABLE_MULTICAST is set"
     if torch.cuda.device_count() < 2:
         return "there is one GPU, and a switch adds across several"

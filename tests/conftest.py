@@ -7,6 +7,7 @@ import os
 # Children inherit it: eight ranks with a thread pool each would fight for the same few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
 import torch
 
@@ -14,6 +15,11 @@ import torch
 # does not touch Triton.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# No deadline for one example: a busy machine would fail tests that say nothing about time. In CI the examples are the
+# same at every run, so that a change is never blamed for what it did not do.
+hypothesis.settings.register_profile("bicomm", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
+hypothesis.settings.load_profile("bicomm")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

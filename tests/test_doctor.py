@@ -132,8 +132,7 @@ def test_why_there_is_no_multicast(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(machine, "_multicast_attribute", lambda index: attribute)
-    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", variable)
-    told = machine.multicast_reason(0)
+    told = machine.multicast_reason(0, {"TORCH_SYMM_MEM_DISABLE_MULTICAST": variable})
     assert told == reason if not reason else reason in told
 
 
