@@ -19,9 +19,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bicomm.model_hooks import aux_loss_kernel, exact_loss_kernel, gate_kernel, router_kernel, z_loss_kernel
+from bicomm.model_hooks import (
+    all_scores_kernel,
+    aux_loss_kernel,
+    counts_kernel,
+    exact_loss_kernel,
+    gate_kernel,
+    router_kernel,
+    z_loss_kernel,
+)
 
-I32 = dict.fromkeys(("T", "row_stride", "rows", "cols", "rows_per_block", "blocks"), "i32")
+I32 = dict.fromkeys(
+    ("T", "row_stride", "grad_stride", "slots", "num_experts", "rows", "cols", "rows_per_block", "blocks"), "i32"
+)
 F32 = dict.fromkeys(("scale", "c_host", "start"), "fp32")
 COMMON = {
     **I32, **F32, "padding": "*u8", "routing_map": "*u8", "ids": "*i64", "fixed_ids": "*i64", "counts": "*i64",
@@ -52,8 +62,9 @@ KERNELS: list[tuple[Any, dict[str, Any], dict[str, str], int]] = [
     (router_kernel.route_forward, {**ROUTE, "FUNCTION": 3, "REPLAY": True, "RENORMALIZE": False}, {}, 1),
     (router_kernel.route_backward, BACK, {"logits": "*bf16", "grad_logits": "*bf16"}, 1),
     (router_kernel.route_backward, {**BACK, "FUNCTION": 3, "DENSE": True}, {}, 1),
-    (router_kernel.all_scores_forward, {"E": 96, "P": 128, "FUNCTION": 2, "R": 1}, {"logits": "*fp16"}, 1),
-    (router_kernel.all_scores_backward, {"E": 96, "P": 128, "FUNCTION": 0, "R": 1}, {"grad_logits": "*bf16"}, 1),
+    (all_scores_kernel.all_scores_forward, {"E": 96, "P": 128, "FUNCTION": 2, "R": 1}, {"logits": "*fp16"}, 1),
+    (all_scores_kernel.all_scores_backward, {"E": 96, "P": 128, "FUNCTION": 0, "R": 1}, {"grad_logits": "*bf16"}, 1),
+    (counts_kernel.count_slots, {"K": 8, "PADDING": True, "BLOCK": 1024}, {}, 4),
     (z_loss_kernel.lse_forward, {"E": 96, "P": 128, "R": 1}, {}, 1),
     (z_loss_kernel.lse_backward, {"E": 96, "P": 128, "R": 1}, {"grad_logits": "*bf16"}, 1),
     (aux_loss_kernel.aux_loss_partials, {**AUX, "DEVICE_TOTAL": False, "UNROLL": 4, "FINISH": True}, {}, 8),

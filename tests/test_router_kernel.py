@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bicomm.model_hooks import losses, pinned, router, router_kernel, scores, z_loss_kernel
+from bicomm.model_hooks import all_scores_kernel, losses, pinned, router, router_kernel, scores, z_loss_kernel
 from router_cases import RULES, logits, same
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, in the interpreter, on NaN and infinity
@@ -81,9 +81,10 @@ def test_all_scores_and_z_loss_have_the_bits_of_the_definition(function: scores.
     x = logits(12, 33, dtype=torch.bfloat16)
     grad = torch.randn(12, 33, generator=torch.Generator().manual_seed(0))
     plain = x.float()
-    assert same(router_kernel.run_all_scores(x, function), scores.all_scores(plain, function))
+    assert same(all_scores_kernel.run_all_scores(x, function), scores.all_scores(plain, function))
     assert same(
-        router_kernel.run_all_scores(x, function, grad), scores.all_scores_gradient(plain, grad, function).to(x.dtype)
+        all_scores_kernel.run_all_scores(x, function, grad),
+        scores.all_scores_gradient(plain, grad, function).to(x.dtype),
     )
     if function == "softmax":
         high, denominator = scores.softmax_parts(plain)

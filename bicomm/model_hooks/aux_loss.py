@@ -129,11 +129,14 @@ def definition(probs: Tensor, counts: Tensor, c: Tensor | float, padding_mask: T
 def gradient(
     counts: Tensor, c: Tensor | float, grad: Tensor, rows: int, dtype: torch.dtype, padding_mask: Tensor | None
 ) -> Tensor:
-    """d probs [rows, cols] in `dtype`: (C * counts) * grad in fp32, rounded once more to `dtype`; 0 in padding rows."""
+    """d probs [rows, cols] in `dtype`: (C * counts) * grad in fp32, rounded once more to `dtype`; 0 in padding rows.
+
+    Without padding all rows are the same one, expanded, as in the gradient of a torch sum.
+    """
     hi, lo = split_counts(counts)
     row = (times_counts(torch.as_tensor(c, device=hi.device), hi, lo) * grad.to(torch.float32)).to(dtype)
     full = row.expand(rows, -1)
-    return full.contiguous() if padding_mask is None else torch.where(padding_mask.unsqueeze(1), 0.0, full)
+    return full if padding_mask is None else torch.where(padding_mask.unsqueeze(1), 0.0, full)
 
 
 # ----------------------------------------------------------------------------------------------------------- checks

@@ -2,11 +2,14 @@
 
 Forward: one block a part of the rows writes one fp32 partial, already scaled by C; the block that arrives last (an
 integer ticket tells) adds the partials. No float atomics, and nothing depends on the number of SMs.
-Scratch is kept per device and stream; a call captured in a graph gets its own, from the graph's memory, with a ticket
-zeroed in the graph. With a caller's workspace, whose contents are free, a second launch adds the partials.
+Scratch is kept per device and stream. A call captured in a graph has its own: partials in the graph's memory, and a ticket
+that no other call ever gets, since it has to be zero before the first replay (each replay leaves it at zero). With a
+caller's workspace, whose contents are free, a second launch adds the partials.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 import triton
@@ -114,21 +117,34 @@ def aux_loss_backward(
 # --------------------------------------------------------------------------------------------------------- launchers
 
 _scratch: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+_CAPTURED = (
+    1 << 16
+)  # tickets of captured calls on one device; after these, a graph zeroes one of its own in each replay
+_tickets: dict[int, tuple[Tensor, itertools.count[int]]] = {}
 
 
 def _scratch_of_stream(device: torch.device) -> tuple[Tensor, Tensor]:
-    """(partials, ticket = 0): of this device and stream, fresh where a graph is captured."""
-    kept = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-    key = (device.index or 0, torch.cuda.current_stream(device).cuda_stream if kept else 0)
-    if kept and key in _scratch:
-        return _scratch[key]
-    scratch = (
-        torch.empty(BLOCKS, dtype=torch.float32, device=device),
-        torch.zeros(1, dtype=torch.int32, device=device),
-    )
-    if kept:
-        _scratch[key] = scratch
-    return scratch
+    """(partials, ticket = 0) of this device and stream; a captured call's own where a graph is captured."""
+    if device.type != "cuda":
+        return torch.empty(BLOCKS, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if torch.cuda.is_current_stream_capturing():
+        slab, taken = _tickets.get(index, (None, None))
+        at = _CAPTURED if taken is None else next(taken)
+        partials = torch.empty(BLOCKS, dtype=torch.float32, device=device)
+        if slab is not None and at < _CAPTURED:
+            return partials, slab[at : at + 1]
+        return partials, torch.zeros(1, dtype=torch.int32, device=device)
+    key = (index, torch.cuda.current_stream(device).cuda_stream)
+    if key not in _scratch:
+        if index not in _tickets:
+            _tickets[index] = torch.zeros(_CAPTURED, dtype=torch.int32, device=device), itertools.count()
+            torch.cuda.current_stream(device).synchronize()  # a graph on another stream may take one at once
+        _scratch[key] = (
+            torch.empty(BLOCKS, dtype=torch.float32, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+        )
+    return _scratch[key]
 
 
 def _launch(
@@ -161,10 +177,11 @@ def forward(
     probs: Tensor, counts: Tensor, c: float | Tensor, start: float, padding_mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(loss, const_buf). c: C, or T as a 0-dim int64 tensor, or C as a 0-dim fp32 tensor; start = E * coeff / topk."""
-    loss = torch.empty((), dtype=probs.dtype, device=probs.device)
-    const = torch.empty(2, dtype=torch.float32, device=probs.device)
-    _launch(probs, counts, c, start, padding_mask, loss, const, *_scratch_of_stream(probs.device))
-    return loss, const
+    with torch.cuda.device_of(probs):
+        loss = torch.empty((), dtype=probs.dtype, device=probs.device)
+        const = torch.empty(2, dtype=torch.float32, device=probs.device)
+        _launch(probs, counts, c, start, padding_mask, loss, const, *_scratch_of_stream(probs.device))
+        return loss, const
 
 
 def forward_out(
@@ -172,22 +189,25 @@ def forward_out(
     const: Tensor, workspace: Tensor,
 ) -> None:  # fmt: skip
     """The same into given memory, in two launches, with the caller's workspace."""
-    _launch(probs, counts, c, start, padding_mask, out, const, workspace, None)
+    with torch.cuda.device_of(probs):
+        _launch(probs, counts, c, start, padding_mask, out, const, workspace, None)
 
 
 def backward(
     const: Tensor, counts: Tensor, grad: Tensor, rows: int, dtype: torch.dtype, padding_mask: Tensor | None
 ) -> Tensor:
-    """d probs [rows, cols] in `dtype`."""
+    """d probs [rows, cols] in `dtype`. Without padding all rows are one: it is computed once, and expanded."""
     cols = counts.shape[0]
-    out = torch.empty(rows, cols, dtype=dtype, device=counts.device)
-    if out.numel() == 0:
-        return out
-    tile_cols = min(triton.next_power_of_2(cols), 1024)
-    tile_rows = max(1, 4096 // tile_cols)
-    aux_loss_backward[(triton.cdiv(rows, tile_rows), triton.cdiv(cols, tile_cols))](
-        const, counts.contiguous(), counts if padding_mask is None else padding_mask.contiguous().view(torch.uint8),
-        grad, out, rows, cols, TILE_ROWS=tile_rows, TILE_COLS=tile_cols, WIDE=counts.dtype in WIDE_COUNTS,
-        PADDING=padding_mask is not None, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
-    return out
+    distinct = min(rows, 1) if padding_mask is None else rows
+    with torch.cuda.device_of(counts):
+        out = torch.empty(distinct, cols, dtype=dtype, device=counts.device)
+        if out.numel():
+            tile_cols = min(triton.next_power_of_2(cols), 1024)
+            tile_rows = min(triton.next_power_of_2(distinct), max(1, 4096 // tile_cols))
+            aux_loss_backward[(triton.cdiv(distinct, tile_rows), triton.cdiv(cols, tile_cols))](
+                const, counts.contiguous(),
+                counts if padding_mask is None else padding_mask.contiguous().view(torch.uint8), grad, out, distinct,
+                cols, TILE_ROWS=tile_rows, TILE_COLS=tile_cols, WIDE=counts.dtype in WIDE_COUNTS,
+                PADDING=padding_mask is not None, num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
+        return out.expand(rows, cols)

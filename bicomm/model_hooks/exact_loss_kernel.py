@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bicomm.model_hooks import exact_loss as ref
 from bicomm.model_hooks import pinned_triton as pin
+from bicomm.model_hooks.launching import on_its_device
 
 LIMBS = tl.constexpr(ref.LIMBS)
 LIMB_BITS = tl.constexpr(ref.LIMB_BITS)
@@ -123,6 +124,7 @@ def exact_finish(sums, counts, loss, c_host, c_device, cols, TILE: tl.constexpr,
     tl.store(loss, value)
 
 
+@on_its_device
 def column_sums(probs: Tensor, padding_mask: Tensor | None) -> Tensor:
     """`exact_loss.definition` as one kernel; integer atomics, whose order is no matter."""
     x = probs if probs.stride(1) == 1 or probs.shape[1] == 1 else probs.contiguous()
@@ -141,6 +143,7 @@ def column_sums(probs: Tensor, padding_mask: Tensor | None) -> Tensor:
     return sums
 
 
+@on_its_device
 def finish(sums: Tensor, counts: Tensor, c: float | Tensor) -> Tensor:
     """`exact_loss.finish_definition` as one kernel: 0-dim fp32, no synchronisation."""
     loss = torch.empty((), dtype=torch.float32, device=sums.device)

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bicomm.model_hooks.launching import on_its_device
+
 
 @triton.jit
 def serial_product(
@@ -39,6 +41,7 @@ def tile(K: int, N: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
     return 64, 32 if N > 16 else 16, 64, 4, 4
 
 
+@on_its_device
 def product(a: Tensor, b: Tensor) -> Tensor:
     """fp32 [M, N] of a [M, K] and b [K, N], any strides, one dtype (bf16, fp16 or fp32)."""
     (M, K), N = a.shape, b.shape[1]

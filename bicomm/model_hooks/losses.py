@@ -28,14 +28,17 @@ def count_tokens(
     """
     if ids.is_floating_point():
         raise TypeError(f"ids are integers, got {ids.dtype}")
-    flat = ids.reshape(-1, ids.shape[-1]).to(torch.int64)
-    keep = (flat >= 0) & (flat < num_experts)
-    if padding_mask is not None:
-        keep = keep & ~padding_mask.reshape(-1, 1)
-    slots = torch.where(keep, flat, num_experts).flatten()
-    # bincount and scatter_add warn under use_deterministic_algorithms, though integers have no order: search instead
-    edges = torch.arange(num_experts + 1, dtype=torch.int64, device=ids.device)
-    counts = torch.searchsorted(slots.sort().values, edges).diff()
+    flat = ids.reshape(-1, ids.shape[-1])
+    mask = None if padding_mask is None else padding_mask.reshape(-1)
+    if ids.is_cuda:
+        from bicomm.model_hooks import counts_kernel
+
+        counts = counts_kernel.count(flat, num_experts, mask)
+    else:
+        keep = (flat >= 0) & (flat < num_experts)
+        if mask is not None:
+            keep = keep & ~mask.unsqueeze(1)
+        counts = torch.bincount(flat[keep].to(torch.int64), minlength=num_experts)
     if group is not None:
         dist.all_reduce(counts, group=group)
     return counts

@@ -269,9 +269,9 @@ class _AllScores(torch.autograd.Function):
         ctx.score_function = score_function
         ctx.save_for_backward(x)
         if _kernel(x):
-            from bicomm.model_hooks import router_kernel
+            from bicomm.model_hooks import all_scores_kernel
 
-            return router_kernel.run_all_scores(x, score_function)
+            return all_scores_kernel.run_all_scores(x, score_function)
         return scores.all_scores(x.to(torch.float32), score_function)
 
     @staticmethod
@@ -279,9 +279,9 @@ class _AllScores(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         if _kernel(x):
-            from bicomm.model_hooks import router_kernel
+            from bicomm.model_hooks import all_scores_kernel
 
-            return router_kernel.run_all_scores(x, ctx.score_function, grad), None
+            return all_scores_kernel.run_all_scores(x, ctx.score_function, grad), None
         g = scores.all_scores_gradient(x.to(torch.float32), grad.to(torch.float32), ctx.score_function)
         return g.to(x.dtype), None
 

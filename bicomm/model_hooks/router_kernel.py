@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from bicomm.model_hooks import pinned_triton as pin
-from bicomm.model_hooks.scores import EPSILON, SCORE_FUNCTIONS, Rule, ScoreFunction
+from bicomm.model_hooks.launching import on_its_device
+from bicomm.model_hooks.scores import EPSILON, SCORE_FUNCTIONS, Rule
 
 MAX_EXPERTS = 1024
 SOFTMAX = tl.constexpr(0)
@@ -24,7 +25,7 @@ ABSENT = tl.constexpr(-9223372036854775808)
 
 
 @triton.jit
-def _row_parts(x, valid, FUNCTION: tl.constexpr):
+def row_parts(x, valid, FUNCTION: tl.constexpr):
     if FUNCTION == SOFTMAX:
         high = tl.max(tl.where(valid & (x == x), x, float("-inf")), axis=1, keep_dims=True)
         denominator = pin.fixed_sum(tl.where(valid, pin.exp_neg(x - high), 0.0), 1)
@@ -35,7 +36,7 @@ def _row_parts(x, valid, FUNCTION: tl.constexpr):
 
 
 @triton.jit
-def _pointwise(x, high, denominator, FUNCTION: tl.constexpr):
+def pointwise(x, high, denominator, FUNCTION: tl.constexpr):
     if FUNCTION == SOFTMAX:
         s = tl.div_rn(pin.exp_neg(x - high), denominator + tl.zeros_like(x))
     elif FUNCTION == SIGMOID:
@@ -48,7 +49,7 @@ def _pointwise(x, high, denominator, FUNCTION: tl.constexpr):
 
 
 @triton.jit
-def _slope(x, s, FUNCTION: tl.constexpr):
+def slope(x, s, FUNCTION: tl.constexpr):
     if FUNCTION == SIGMOID:
         d = s * (1.0 - s)
     else:
@@ -130,8 +131,8 @@ def route_forward(
     if PADDING:
         live = live & (tl.load(padding + row, mask=row < T, other=1) == 0)
     x = pin.widen(tl.load(logits + row * row_stride + e, mask=live & valid, other=0.0))
-    high, denominator = _row_parts(x, valid, FUNCTION)
-    s = _pointwise(x, high, denominator, FUNCTION)
+    high, denominator = row_parts(x, valid, FUNCTION)
+    s = pointwise(x, high, denominator, FUNCTION)
 
     slot = tl.arange(0, KP)[None, :]
     chosen = tl.zeros([R, G_PAD * S_PAD], tl.int32)
@@ -160,7 +161,7 @@ def route_forward(
     routed = live & (slot < K) & (id_tile >= 0) & (id_tile < E)
     if INDEX or DENSE:
         xk = pin.widen(tl.load(logits + row * row_stride + id_tile, mask=routed, other=0.0))
-        sk = _pointwise(xk, high, denominator, FUNCTION)
+        sk = pointwise(xk, high, denominator, FUNCTION)
         high_k, denominator_k = _slot_parts(xk, sk, routed, FUNCTION, RENORMALIZE)
     if INDEX:
         w = tl.where(routed, _weight(xk, sk, high_k, denominator_k, FUNCTION, RENORMALIZE), 0.0)
@@ -192,14 +193,14 @@ def route_backward(
     if PADDING:
         live = live & (tl.load(padding + row, mask=row < T, other=1) == 0)
     x = pin.widen(tl.load(logits + row * row_stride + e, mask=live & valid, other=0.0))
-    high, denominator = _row_parts(x, valid, FUNCTION)
-    s = _pointwise(x, high, denominator, FUNCTION)
+    high, denominator = row_parts(x, valid, FUNCTION)
+    s = pointwise(x, high, denominator, FUNCTION)
 
     slot = tl.arange(0, KP)[None, :]
     id_tile = tl.load(ids + row * K + slot, mask=live & (slot < K), other=-1).to(tl.int32)
     routed = live & (slot < K) & (id_tile >= 0) & (id_tile < E)
     xk = pin.widen(tl.load(logits + row * row_stride + id_tile, mask=routed, other=0.0))
-    sk = tl.where(routed, _pointwise(xk, high, denominator, FUNCTION), 0.0)
+    sk = tl.where(routed, pointwise(xk, high, denominator, FUNCTION), 0.0)
     high_k, denominator_k = _slot_parts(xk, sk, routed, FUNCTION, RENORMALIZE)
     wk = _weight(xk, sk, high_k, denominator_k, FUNCTION, RENORMALIZE)
     if DENSE:
@@ -231,48 +232,15 @@ def route_backward(
             dot = pin.fixed_sum(tl.where(routed, gk * sk, 0.0), 1)
             out = s * (tl.where(hit, g, 0.0) - dot)
         else:
-            out = tl.where(hit, g * _slope(x, s, FUNCTION), 0.0)
+            out = tl.where(hit, g * slope(x, s, FUNCTION), 0.0)
     out = pin.narrow(tl.where(live, out, 0.0), grad_logits.dtype.element_ty)
     tl.store(grad_logits + row * E + e, out, mask=(row < T) & valid)
-
-
-@triton.jit
-def all_scores_forward(logits, scores, T, row_stride, E: tl.constexpr, P: tl.constexpr, FUNCTION: tl.constexpr,
-                       R: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None].to(tl.int64)
-    e = tl.arange(0, P)[None, :]
-    inside = (row < T) & (e < E)
-    x = pin.widen(tl.load(logits + row * row_stride + e, mask=inside, other=0.0))
-    high, denominator = _row_parts(x, e < E, FUNCTION)
-    s = _pointwise(x, high, denominator, FUNCTION)
-    if FUNCTION != SOFTMAX:
-        s = tl.div_rn(s, pin.fixed_sum(tl.where(e < E, s, 0.0), 1) + EPS + tl.zeros_like(s))
-    tl.store(scores + row * E + e, s, mask=inside)
-
-
-@triton.jit
-def all_scores_backward(logits, grad, grad_logits, T, row_stride, E: tl.constexpr, P: tl.constexpr,
-                        FUNCTION: tl.constexpr, R: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None].to(tl.int64)
-    e = tl.arange(0, P)[None, :]
-    inside = (row < T) & (e < E)
-    x = pin.widen(tl.load(logits + row * row_stride + e, mask=inside, other=0.0))
-    g = pin.widen(tl.load(grad + row * E + e, mask=inside, other=0.0))
-    high, denominator = _row_parts(x, e < E, FUNCTION)
-    s = _pointwise(x, high, denominator, FUNCTION)
-    if FUNCTION == SOFTMAX:
-        out = s * (g - pin.fixed_sum(tl.where(e < E, g * s, 0.0), 1))
-    else:
-        d = pin.fixed_sum(tl.where(e < E, s, 0.0), 1) + EPS + tl.zeros_like(s)
-        dot = pin.fixed_sum(tl.where(e < E, g * tl.div_rn(s, d), 0.0), 1)
-        out = tl.div_rn(g - dot, d) * _slope(x, s, FUNCTION)
-    tl.store(grad_logits + row * E + e, pin.narrow(out, grad_logits.dtype.element_ty), mask=inside)
 
 
 # --------------------------------------------------------------------------------------------------------- launchers
 
 
-def _pad(n: int) -> int:
+def pad(n: int) -> int:
     return triton.next_power_of_2(n)  # type: ignore[no-any-return]
 
 
@@ -287,23 +255,24 @@ def _function(rule: Rule) -> int:
     return 3 if rule.softmax_after else SCORE_FUNCTIONS.index(rule.score_function)
 
 
-def _rows_2d(logits: Tensor) -> tuple[Tensor, int]:
+def rows_2d(logits: Tensor) -> tuple[Tensor, int]:
     x = logits if logits.stride(-1) == 1 or logits.shape[-1] == 1 else logits.contiguous()
     return x, x.stride(0)
 
 
+@on_its_device
 def run_forward(
     logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, fixed_ids: Tensor | None, rule: Rule, *,
     weights: Tensor | None, ids: Tensor | None, dense: Tensor | None, routing_map: Tensor | None,
     shape: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
     """Fill the outputs that are given: weights and ids [T, k], dense [T, E], routing_map bool [T, E]."""
-    x, stride = _rows_2d(logits)
+    x, stride = rows_2d(logits)
     T, E = x.shape
     if T == 0:
         return
     group = E // rule.num_groups
-    g_pad, s_pad = _pad(rule.num_groups), _pad(group)
+    g_pad, s_pad = pad(rule.num_groups), pad(group)
     R, warps = shape or launch_shape(T, g_pad * s_pad)
     spare = x  # stands where an argument is not used
     route_forward[(triton.cdiv(T, R),)](
@@ -316,7 +285,7 @@ def run_forward(
         spare if dense is None else dense,
         spare if routing_map is None else routing_map.view(torch.uint8),
         T, stride, 1.0 if rule.scaling_factor is None else float(rule.scaling_factor),
-        E=E, K=rule.topk, KP=_pad(rule.topk), G=rule.num_groups, G_PAD=g_pad, S_PAD=s_pad, GROUP_TOPK=rule.group_topk,
+        E=E, K=rule.topk, KP=pad(rule.topk), G=rule.num_groups, G_PAD=g_pad, S_PAD=s_pad, GROUP_TOPK=rule.group_topk,
         GROUP_SCORE_TOPK=rule.group_score_topk, FUNCTION=_function(rule),
         RENORMALIZE=rule.renormalize and rule.topk > 1, SCALE=rule.scaling_factor is not None, BIAS=bias is not None,
         PADDING=padding_mask is not None, REPLAY=fixed_ids is not None, INDEX=weights is not None,
@@ -324,41 +293,23 @@ def run_forward(
     )  # fmt: skip
 
 
+@on_its_device
 def run_backward(
     logits: Tensor, padding_mask: Tensor | None, ids: Tensor, grad: Tensor, rule: Rule, *, dense: bool,
     shape: tuple[int, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """d logits [T, E] in the dtype of the logits, for `grad` [T, k], or [T, E] if `dense`."""
-    x, stride = _rows_2d(logits)
+    x, stride = rows_2d(logits)
     T, E = x.shape
     out = torch.empty(T, E, dtype=logits.dtype, device=logits.device)
     if T == 0:
         return out
-    R, warps = shape or launch_shape(T, _pad(E))
+    R, warps = shape or launch_shape(T, pad(E))
     route_backward[(triton.cdiv(T, R),)](
         x, x if padding_mask is None else padding_mask.view(torch.uint8), ids, grad.contiguous(), out, T, stride,
         1.0 if rule.scaling_factor is None else float(rule.scaling_factor),
-        E=E, K=rule.topk, KP=_pad(rule.topk), P=_pad(E), FUNCTION=_function(rule),
+        E=E, K=rule.topk, KP=pad(rule.topk), P=pad(E), FUNCTION=_function(rule),
         RENORMALIZE=rule.renormalize and rule.topk > 1, SCALE=rule.scaling_factor is not None,
         PADDING=padding_mask is not None, DENSE=dense, R=R, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
-    return out
-
-
-def run_all_scores(logits: Tensor, score_function: ScoreFunction, grad: Tensor | None = None) -> Tensor:
-    """`scores.all_scores` (fp32), or with `grad` its gradient in the dtype of the logits."""
-    x, stride = _rows_2d(logits)
-    T, E = x.shape
-    function = SCORE_FUNCTIONS.index(score_function)
-    out = torch.empty(T, E, dtype=torch.float32 if grad is None else logits.dtype, device=logits.device)
-    if T == 0:
-        return out
-    R, warps = launch_shape(T, _pad(E))
-    grid = (triton.cdiv(T, R),)
-    if grad is None:
-        all_scores_forward[grid](x, out, T, stride, E=E, P=_pad(E), FUNCTION=function, R=R, num_warps=warps,
-                                 enable_fp_fusion=False)  # fmt: skip
-    else:
-        all_scores_backward[grid](x, grad.contiguous(), out, T, stride, E=E, P=_pad(E), FUNCTION=function, R=R,
-                                  num_warps=warps, enable_fp_fusion=False)  # fmt: skip
     return out

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bicomm.model_hooks import pinned_triton as pin
+from bicomm.model_hooks.launching import on_its_device
 from bicomm.model_hooks.router_kernel import launch_shape
 
 
@@ -36,6 +37,7 @@ def lse_backward(logits, grad, grad_logits, T, row_stride, E: tl.constexpr, P: t
     tl.store(grad_logits + row * E + e, pin.narrow(out, grad_logits.dtype.element_ty), mask=(row < T) & (e < E))
 
 
+@on_its_device
 def forward(logits: Tensor) -> Tensor:
     """fp32 [T, 1] from logits [T, E]."""
     x = logits.contiguous()
@@ -50,6 +52,7 @@ def forward(logits: Tensor) -> Tensor:
     return out
 
 
+@on_its_device
 def backward(logits: Tensor, grad: Tensor) -> Tensor:
     """softmax(logits) * grad [T, 1], in the dtype of the logits [T, E]."""
     x = logits.contiguous()
