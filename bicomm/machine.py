@@ -64,21 +64,23 @@ def _mpi() -> str:
     """The first line of `mpirun --version`, of this Python's own mpirun if it has one."""
     beside = Path(sys.executable).parent / "mpirun"
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
-    if mpirun is None:
-        return ""
-    try:
-        told = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"{mpirun}: {error}"
-    return next(iter(told.splitlines()), "")
+    return _first_line(mpirun, "--version") if mpirun else ""
 
 
 def _driver() -> str:
     try:
         match = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", Path("/proc/driver/nvidia/version").read_text())
-    except OSError:
-        return ""
+    except OSError:  # some containers hide it
+        return _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return match[0] if match else ""
+
+
+def _first_line(*command: str) -> str:
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return next(iter(told.splitlines()), "").strip()
 
 
 def gpus() -> list[dict[str, Any]]:
