@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +16,7 @@ def common() -> ModuleType:
     path = Path(__file__).resolve().parents[2] / "bench" / "common.py"
     spec = importlib.util.spec_from_file_location("bench_common", path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    sys.modules["bench_common"] = module = importlib.util.module_from_spec(spec)  # Triton looks its kernels up there
     spec.loader.exec_module(module)
     return module
 
