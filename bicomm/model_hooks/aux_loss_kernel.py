@@ -2,9 +2,9 @@
 
 Forward: one block a part of the rows writes one fp32 partial, already scaled by C; the block that arrives last (an
 integer ticket tells) adds the partials. No float atomics, and nothing depends on the number of SMs.
-Scratch is kept per device and stream. A call captured in a graph has its own: partials in the graph's memory, and a ticket
-that no other call ever gets, since it has to be zero before the first replay (each replay leaves it at zero). With a
-caller's workspace, whose contents are free, a second launch adds the partials.
+Scratch is kept per device and stream. A call captured in a graph has its own: partials in the graph's memory, and a
+ticket that no other call ever gets, since it has to be zero before the first replay (each replay leaves it at zero).
+With a caller's workspace, whose contents are free, a second launch adds the partials.
 """
 
 from __future__ import annotations
@@ -117,9 +117,7 @@ def aux_loss_backward(
 # --------------------------------------------------------------------------------------------------------- launchers
 
 _scratch: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-_CAPTURED = (
-    1 << 16
-)  # tickets of captured calls on one device; after these, a graph zeroes one of its own in each replay
+_CAPTURED = 1 << 16  # tickets for captured calls on one device; after these, a graph zeroes its own in each replay
 _tickets: dict[int, tuple[Tensor, itertools.count[int]]] = {}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,4 +21,4 @@ def on_its_device(launch: Callable[Concatenate[Tensor, P], R]) -> Callable[Conca
         with torch.cuda.device_of(x):
             return launch(x, *args, **kwargs)
 
-    return wrapped
+    return cast(Callable[Concatenate[Tensor, P], R], wrapped)
