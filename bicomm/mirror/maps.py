@@ -94,6 +94,9 @@ def rank_of_slot(expert_ids: Tensor, placement: Placement) -> Tensor:
     return placement.tables(expert_ids.device)[0][placement.expert_of_slot(expert_ids)]
 
 
+_derived_rank = rank_of_slot  # the next function has an argument of this name
+
+
 def order_of_slot(expert_ids: Tensor, placement: Placement, rank_of_slot: Tensor | None = None) -> Tensor:
     """The local expert index of each slot on its rank, the place in `Partial.order="expert"`: int32 [T, K].
 
@@ -101,7 +104,7 @@ def order_of_slot(expert_ids: Tensor, placement: Placement, rank_of_slot: Tensor
     id outside [0, num_experts), or its rank outside [0, W)) gets -1. A slot whose rank does not hold its expert gets
     NO_SUCH_PLACE, which the mirror turns into NaN on a GPU and into a ValueError on a CPU.
     """
-    ranks = globals()["rank_of_slot"](expert_ids, placement) if rank_of_slot is None else rank_of_slot.long()
+    ranks = _derived_rank(expert_ids, placement) if rank_of_slot is None else rank_of_slot.long()
     experts = placement.expert_of_slot(expert_ids)
     routed = (ranks >= 0) & (ranks < placement.ep_size) & (experts < placement.num_experts)
     here = torch.where(routed, ranks, 0) * (placement.num_experts + 1) + experts
