@@ -1,4 +1,4 @@
-"""An engine at EP 8, emulated rank by rank, against trainers at EP 1, 2 and 4 that hold the same rows in other places."""
+"""An engine at EP 8, emulated rank by rank, against trainers at EP 1, 2 and 4 with the same rows in other places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients: bits of autograd through the plain chain, no dependence on the batch, and what runs around the operators."""
+"""Gradients: bits of autograd through the plain chain, no dependence on the batch, and what runs around the ops."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from bicomm import mirror
 from bicomm.contract import Contract, Partial
 from mirror_cases import OWNERS, RULES, TREES, Case, bits, make_case
-from ranks import run_ranks
 
 SWIGLU = Contract("ordered", partial=Partial("slot", "fp64"))
 WEIGHTED = Contract("ordered", partial=Partial("slot", "fp32", "combine"))

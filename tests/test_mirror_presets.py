@@ -1,4 +1,4 @@
-"""Each preset against a plain transcription of what its engine does (loops over ranks, experts and slots), and pairs."""
+"""Each preset against a plain transcription of what its engine does: loops over ranks, experts and slots. Pairs."""
 
 from __future__ import annotations
 
