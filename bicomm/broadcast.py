@@ -1,9 +1,11 @@
 """The dispatch that pushes: `multimem.st` writes this rank's rows into every rank's buffer at once.
 
 One store of 16 aligned bytes to a multicast address reaches all ranks; rows of other sizes have their ends stored to
-each rank's own address. Nothing is computed, so there is no contract to certify; the word `trusted` turns the switch off
-here as well. `gather.py` is the dispatch that pulls, and needs no multicast.
+each rank's own address. Nothing is computed, so there is no contract to certify; the word `trusted` turns the switch
+off here as well. `gather.py` is the dispatch that pulls, and needs no multicast.
 """
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
@@ -96,12 +98,12 @@ def _broadcast_kernel(
     mark: tl.int64, patience: tl.int64, SYNC: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr,
     HARDWARE: tl.constexpr, EDGES: tl.constexpr, SIZE: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    ok = tl.cast(1, tl.int32)
-    if SYNC:
-        ok, opened = enter(control, mine, page, what, shape, tokens, mark, patience, rank, W, LANES, SYNC == 2)
     trust = tl.load(trusted)
     before = rows_before(splits, rank, W)
     own = tl.minimum(tl.maximum(tl.load(splits + rank), 0), rows)
+    ok = tl.cast(1, tl.int32)
+    if SYNC:
+        ok, opened = enter(control, mine, page, what, shape, tokens, mark, patience, rank, W, LANES, SYNC == 2)
     own = tl.where(ok != 0, tl.maximum(tl.minimum(own, capacity - before), 0), 0)  # after a fault nobody writes
 
     # In words of SIZE bytes; see _reduce_kernel.

@@ -144,11 +144,11 @@ def _exact_kernel(
     ON_DEVICE: tl.constexpr, LIMIT: tl.constexpr, G: tl.constexpr, T: tl.constexpr, S: tl.constexpr, VEC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    first, owned = own_slice(splits, start, units, hidden, rows, rank, W, ON_DEVICE)  # loaded while the barrier waits
+    bases = peer_pointers(peers, offset, tl.float32, W)
     ok = tl.cast(1, tl.int32)
     if SYNC:
         ok, opened = enter(control, mine, page, what, shape, tokens, mark, patience, rank, W, LANES, SYNC == 2)
-    first, owned = own_slice(splits, start, units, hidden, rows, rank, W, ON_DEVICE)
-    bases = peer_pointers(peers, offset, tl.float32, W)
     lane = tl.arange(0, BLOCK)
     per_tile: tl.constexpr = BLOCK // VEC
     for tile in tl.range(tl.program_id(0), tl.cdiv(owned, per_tile), tl.num_programs(0)):

@@ -100,15 +100,15 @@ def _reduce_kernel(
     ROTATE: tl.constexpr, ON_DEVICE: tl.constexpr, LIMIT: tl.constexpr, G: tl.constexpr, T: tl.constexpr,
     S: tl.constexpr, HARDWARE: tl.constexpr, EDGES: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    first, owned = own_slice(splits, start, units, hidden, rows, rank, W, ON_DEVICE)  # loaded while the barrier waits
+    bases = peer_pointers(peers, offset, tl.float32, W)
+    trust = tl.load(trusted)
     ok = tl.cast(1, tl.int32)
     if SYNC:
         ok, opened = enter(control, mine, page, what, shape, tokens, mark, patience, rank, W, LANES, SYNC == 2)
     good = ok
     if HARDWARE:
         good = proxy_fence(ok)  # the peers wrote through their own addresses
-    trust = tl.load(trusted)
-    first, owned = own_slice(splits, start, units, hidden, rows, rank, W, ON_DEVICE)
-    bases = peer_pointers(peers, offset, tl.float32, W)
 
     # `first` and `owned` are elements here: `head` of them lie before the first 16-byte border, the last few after the
     # last one, and whole vectors between.

@@ -121,7 +121,7 @@ def dense_rows(tokens: int, slots: int, first: int | Tensor, device: torch.devic
 def tile_for(tokens: int, hidden: int) -> Tile:
     """The launch for so many tokens of so many elements."""
     widest = triton.next_power_of_2(min(max(hidden, 128), 1024))
-    return Tile(min(widest, 512), 2, 16) if tokens * hidden <= 1 << 20 else Tile(widest, 4, 8)
+    return Tile(min(widest, 512), 4, 8) if tokens * hidden <= 1 << 20 else Tile(widest, 4, 8)
 
 
 def pull(call: Pull, *, tile: Tile | None = None) -> Tensor:
