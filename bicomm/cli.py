@@ -10,6 +10,7 @@ import typer
 # Command: the module whose `app` it is, and one line of help.
 COMMANDS = {
     "doctor": ("bicomm.doctor", "Show what this machine has, and which executor each mode would get."),
+    "certify": ("bicomm.certify.cli", "Measure how this machine's NVLink switch adds, and keep the certificate."),
     "demo": ("bicomm.demo.command", "Combine an MoE layer's output on eight ranks, in every mode."),
 }
 

@@ -1,0 +1,298 @@
+"""Every emulated fabric goes through the measuring code and comes out under its own name; the command line says so."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from bicomm.certify.candidates import TRUSTED, VERDICTS, finish
+from bicomm.certify.cli import app
+from bicomm.certify.emulate import EMULATIONS, Emulated, emulated
+from bicomm.certify.families import FAMILIES
+from bicomm.certify.measure import Result, measure
+from bicomm.certify.rounding import chain_from, exact_toward_zero, pairwise_tree
+from bicomm.contract import Contract, exact, fp64, ordered, window
+
+EXPECTED = {
+    "exact": ("exact", "exact/1"),
+    "window": ("window", "window(16,95,86)/1"),
+    "window2": ("window", "window(24,72,65)/1"),
+    "fp64": ("fp64", "fp64/1"),
+    "chain": ("chain", "ordered/1"),
+    "rotated": ("rotated", None),
+    "tree": ("tree", None),
+    "truncating": ("truncating", None),
+    "ftz": ("ftz", None),
+    "flaky": ("flaky", None),
+}
+
+
+def test_the_emulations_are_the_promised_ones() -> None:
+    assert list(EMULATIONS) == list(EXPECTED)
+    assert {verdict for verdict, _ in EXPECTED.values()} == set(VERDICTS) - {"unknown"}
+
+
+# ----------------------------------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_certify_names_an_emulation(name: str) -> None:
+    ran = CliRunner().invoke(app, ["fabric", "--emulate", name, "--json", "--channels", "3000"])
+    record = json.loads(ran.stdout)
+    verdict, contract = EXPECTED[name]
+    assert (record["verdict"], record["contract"]) == (verdict, contract)
+    assert ran.exit_code == (0 if verdict in TRUSTED else 1)
+    assert (record["world_size"], record["fabric"], record["machine"]) == (8, f"emulated:{name}", [])
+    assert [family["name"] for family in record["families"]] == list(FAMILIES)
+    assert {family["channels"] for family in record["families"]} == {3000}
+    if verdict != "flaky":
+        assert all(family["mismatches"] == 0 for family in record["families"])
+        assert set(record["examples"]) == set(VERDICTS) - {verdict, "unknown"}
+        for other, example in record["examples"].items():
+            assert (example is None) == (other == "flaky"), other
+            if example:
+                _check_example(name, example)
+    else:
+        assert record["varies"] == ["call"]
+        assert record["examples"]["repeatable"]["got"] != record["examples"]["repeatable"]["expected"]
+    assert "specials: 3,000 channels" in ran.stderr
+
+
+def _check_example(name: str, example: dict[str, Any]) -> None:
+    """What a counter-example says was read is what the emulation gives for its operands."""
+    words = [int(word, 16) for word in example["addends"]]
+    addends = torch.tensor([w - (w >> 31 << 32) for w in words], dtype=torch.int32).view(torch.float32)[:, None]
+    read = finish(EMULATIONS[name](addends, example["rank"], 0, 8, 0))
+    assert int(read.view(torch.int32)) & 0xFFFFFFFF == int(example["got"], 16)
+    assert example["got"] != example["expected"]
+
+
+def test_the_installed_command(tmp_path: Path) -> None:
+    out = tmp_path / "certificate.json"
+    command = [sys.executable, "-m", "bicomm", "certify", "fabric", "--emulate", "rotated", "--channels", "500"]
+    ran = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 1
+    assert "rotated: fp32 chain, ascending from the reading rank" in " ".join(ran.stdout.split())
+    shown = subprocess.run(
+        [sys.executable, "-m", "bicomm", "certify", "show", str(out), "--json"],
+        capture_output=True,
+        timeout=120,
+        check=True,
+    )
+    assert json.loads(shown.stdout)[0]["verdict"] == "rotated"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--emulate", "perfect"], "unknown emulation 'perfect'"),
+        (["--emulate", "exact", "--channels", "0"], "--channels"),
+        (["--emulate", "exact", "--channels", "5", "--full"], "leave out --channels"),
+        (["--emulate", "exact", "--world-size", "1"], "--world-size"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], says: str) -> None:
+    ran = CliRunner().invoke(app, ["fabric", *arguments])
+    assert ran.exit_code == 2
+    assert says in " ".join(ran.stderr.replace("│", " ").split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_switch_the_reason_is_said() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "bicomm", "certify", "fabric"], capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 2
+    assert "there is no switch to measure: torch sees no GPU" in ran.stderr
+
+
+# ---------------------------------------------------------------------------------------------- other world sizes
+
+
+def verdict_of(reduction: Any, world: int = 8, channels: int = 2000, **more: Any) -> Result:
+    return measure(Emulated("test", world, reduction), channels=channels, **more)
+
+
+@pytest.mark.parametrize("world", [3, 6])
+@pytest.mark.parametrize("name", [n for n in EXPECTED if n != "tree"])
+def test_other_world_sizes(name: str, world: int) -> None:
+    result = measure(emulated(name, world), channels=1000)
+    assert (result.verdict, result.contract) == EXPECTED[name]
+    if name not in ("chain", "rotated"):
+        assert result.also == ()
+
+
+def test_where_classes_are_one_function_the_simplest_is_named() -> None:
+    for name in ("window", "chain", "tree"):  # two addends have one sum
+        result = measure(emulated(name, 2), channels=1000)
+        assert (result.verdict, result.contract) == ("exact", "exact/1")
+        assert set(result.also) == {"window", "fp64", "chain", "rotated", "tree"}
+    assert measure(emulated("truncating", 2), channels=1000).verdict == "truncating"
+    assert measure(emulated("ftz", 2), channels=1000).verdict == "ftz"
+    three = measure(emulated("tree", 3), channels=1000)  # (a + b) + c is a chain
+    assert (three.verdict, three.also) == ("chain", ("rotated", "tree"))
+    assert measure(emulated("tree", 4), channels=1000).verdict == "tree"
+
+
+def test_the_seed_decides_the_inputs_and_not_the_verdict() -> None:
+    results = [measure(emulated("chain"), channels=1000, seed=seed) for seed in (0, 0, 1)]
+    assert results[0] == results[1] != results[2]
+    assert {r.verdict for r in results} == {"chain"}
+
+
+def test_unknown_families_and_no_channels_are_refused() -> None:
+    for arguments in ({"families": ["normal", "odd"]}, {"channels": 0}):
+        with pytest.raises(ValueError, match="expected families of normal, .* and channels >= 1"):
+            measure(emulated("exact"), **arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least two ranks, got a world size of 1"):
+        emulated("exact", 1)
+
+
+# ------------------------------------------------------------------------------------------- fabrics of no kind
+
+
+@pytest.mark.parametrize(
+    ("reduction", "verdict", "varies"),
+    [
+        (lambda x, rank, call, blocks, alignment: exact(x) if blocks != 32 else fp64(x), "flaky", ("blocks", "repeat")),
+        (lambda x, rank, call, blocks, offset: exact(x) if offset != 4 else fp64(x), "flaky", ("alignment", "repeat")),
+        (lambda x, rank, call, blocks, alignment: exact(x) if rank != 3 else ordered(x), "unknown", ("rank",)),
+        (lambda x, rank, call, blocks, alignment: fp64(x.roll(-rank, 0)), "unknown", ("rank",)),
+        (lambda x, rank, call, blocks, alignment: exact(x).clamp(-3.4e38, 3.4e38), "unknown", ()),
+        (lambda x, rank, call, blocks, alignment: torch.nan_to_num(exact(x), nan=0.0), "unknown", ()),
+        (lambda x, rank, call, blocks, alignment: x.sum(0).bfloat16().float(), "unknown", ()),
+        (lambda x, rank, call, blocks, alignment: pairwise_tree(x.flip(0)).mul(1.0), "unknown", ()),
+    ],
+    ids=["blocks", "alignment", "one rank", "fp64 from own rank", "no infinity", "no NaN", "bf16", "another tree"],
+)  # fmt: skip
+def test_a_fabric_of_no_class_is_never_trusted(reduction: Any, verdict: str, varies: tuple[str, ...]) -> None:
+    # six ranks: the tree of the reversed addends is another one there
+    result = verdict_of(reduction, world=6, channels=5000)
+    assert result.verdict == verdict
+    assert set(varies) <= set(result.varies)
+    assert result.contract is None
+    assert result.verdict not in TRUSTED
+    if verdict == "unknown":
+        assert all(result.examples[name] for name in VERDICTS[:-2])
+        assert result.closest is not None
+
+
+def test_a_fabric_that_changes_rarely_is_caught_by_the_second_read() -> None:
+    calls = []
+
+    def reduction(x: torch.Tensor, rank: int, call: int, blocks: int, alignment: int) -> torch.Tensor:
+        calls.append(call)
+        return exact(x) if call != once else ordered(x)
+
+    once = -1
+    assert verdict_of(reduction, 4).verdict == "exact"
+    once = calls[-len(FAMILIES) * 2]  # one read of many, long after the first look
+    result = verdict_of(reduction, 4)
+    assert (result.verdict, result.varies) == ("flaky", ("repeat",))
+
+
+@pytest.mark.parametrize(
+    ("reduction", "variant"),
+    [
+        (lambda x, rank, call, blocks, at: chain_from(x, 3, 1), "fp32 chain, ascending from rank 3"),
+        (lambda x, rank, call, blocks, at: chain_from(x, 7, -1), "fp32 chain, descending from rank 7"),
+        (lambda x, rank, call, b, at: chain_from(x, rank + 1, 1), "fp32 chain, ascending from the reading rank + 1"),
+        (lambda x, rank, call, blocks, at: chain_from(x, rank, -1), "fp32 chain, descending from the reading rank"),
+    ],
+)  # fmt: skip
+def test_the_start_of_a_chain_is_found(reduction: Any, variant: str) -> None:
+    result = verdict_of(reduction)
+    assert (result.verdict, result.variant) == ("rotated", variant)
+
+
+def test_what_is_not_part_of_a_contract_is_noted() -> None:
+    """Every executor ends with +0 and the canonical NaN, so a fabric may have its own; what it has is written down."""
+
+    def odd(x: torch.Tensor, rank: int, call: int, blocks: int, alignment: int) -> torch.Tensor:
+        total = exact(x)
+        total = torch.where((total == 0) & (x.view(torch.int32) < 0).all(0), -0.0, total)
+        return torch.where(torch.isnan(total), torch.tensor(-1, dtype=torch.int32).view(torch.float32), total)
+
+    result = verdict_of(odd)
+    assert result.verdict == "exact"
+    assert result.observed == {"all addends -0": "0x80000000", "zeros of both signs": "0x00000000", "nan": "0xffffffff"}
+
+
+def test_truncation_takes_many_forms() -> None:
+    def chain(x: torch.Tensor, rank: int, call: int, blocks: int, alignment: int) -> torch.Tensor:
+        acc = torch.zeros_like(x[0])
+        for row in x:
+            acc = exact_toward_zero(torch.stack([acc, row]))
+        return acc
+
+    result = verdict_of(chain, world=3)
+    assert (result.verdict, result.variant) == ("truncating", "fp32 chain, truncated")
+    x = torch.tensor([[1.0, -1.0, 3e38, -3e38], [2.0**-24, -(2.0**-24), 3e38, -3e38], [2.0**-30, -(2.0**-40), 0, 0]])
+    assert exact_toward_zero(x).tolist() == [1.0, -1.0, torch.finfo(torch.float32).max, torch.finfo(torch.float32).min]
+    assert exact(x).tolist() == [1 + 2.0**-23, -1 - 2.0**-23, float("inf"), float("-inf")]
+
+
+@pytest.mark.parametrize("base", [Contract("ordered"), Contract("fp64"), Contract("window", (16, 95, 86))], ids=str)
+@pytest.mark.parametrize("where", ["addends", "sums"])
+def test_flushed_subnormals_are_seen_under_any_sum(base: Contract, where: str) -> None:
+    def flush(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x.abs() < 2.0**-126, 0.0, x)
+
+    def reduction(x: torch.Tensor, rank: int, call: int, blocks: int, alignment: int) -> torch.Tensor:
+        return base.sum(flush(x)) if where == "addends" else flush(base.sum(x))
+
+    result = verdict_of(reduction)
+    assert (result.verdict, result.variant) == ("ftz", f"{base.id}, subnormal {where} flushed")
+
+
+# --------------------------------------------------------------------------------------- several processes measure
+
+
+def run_ranks(world: int, reduction: Any) -> list[Result]:
+    """Each rank in a thread of its own reads as itself alone, as on hardware; `gather` is the only thing they share."""
+    barrier, mailbox = threading.Barrier(world), [None] * world
+    results: list[Result | None] = [None] * world
+
+    def rank(r: int) -> None:
+        fabric = Emulated("test", world, reduction)
+        fabric.readers = (r,)
+
+        def gather(mine: Any) -> list[Any]:
+            mailbox[r] = json.loads(json.dumps(mine))  # it travels as plain data
+            barrier.wait(timeout=60)
+            return list(mailbox)
+
+        results[r] = measure(fabric, channels=1000, gather=gather)
+
+    threads = [threading.Thread(target=rank, args=(r,)) for r in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(results)
+    return results  # type: ignore[return-value]
+
+
+def test_ranks_agree_on_one_result() -> None:
+    for name, expected in (("window2", "window"), ("rotated", "rotated")):
+        results = run_ranks(3, EMULATIONS[name])
+        assert all(result == results[0] for result in results)
+        assert results[0].verdict == expected
+
+
+def test_one_rank_that_reads_otherwise_spoils_the_verdict_of_all() -> None:
+    def reduction(x: torch.Tensor, rank: int, call: int, blocks: int, alignment: int) -> torch.Tensor:
+        return exact(x) if rank != 2 else window(x, 16, 95, 86)
+
+    results = run_ranks(4, reduction)
+    assert {result.verdict for result in results} == {"unknown"}
+    assert all(result == results[0] for result in results)
+    assert results[0].examples["exact"]["rank"] == 2  # type: ignore[index]
