@@ -44,6 +44,7 @@ def examine() -> dict[str, Any]:
         "numbers": machine.number_settings(),
         "launcher": launcher(),
     }
+    found["certificate"] = certificate(len(found["gpus"]))
     found["executors"] = executors(found)
     found["problems"] = problems(found)
     return found
@@ -61,11 +62,23 @@ def launcher() -> dict[str, Any]:
     return {"name": launch.launcher, "rank": launch.rank, "size": launch.size, "problem": ""}
 
 
+def certificate(count: int) -> dict[str, str]:
+    """The contract that the NVLink switch of all GPUs of this machine is certified for, or the reason why it is not."""
+    if count < 2:
+        return {"contract": "", "reason": "a certificate is for several GPUs", "path": ""}
+    from bicomm import capability
+    from bicomm.certify import trust
+
+    known = trust.find([capability.identity(index) for index in range(count)], count)
+    return {"contract": known.contract.id if known.contract else "", "reason": known.reason, "path": str(known.path)}
+
+
 def executors(found: dict[str, Any]) -> list[dict[str, Any]]:
     """What each mode would run for a group of all GPUs of this machine, or, without any, of eight ranks on its CPU.
 
     A group finds out more when it is made: whether the ranks share a container, and what the fabric grants.
     """
+    from bicomm.contract import Contract
     from bicomm.plan import Facts, plan
 
     count = len(found["gpus"])
@@ -75,7 +88,9 @@ def executors(found: dict[str, Any]) -> list[dict[str, Any]]:
         if count > 1 and not memory:
             memory = found["file_handles"] or found["sockets"]["problem"]
         multicast = next((gpu["multicast"] for gpu in found["gpus"] if gpu["multicast"]), "")
-        facts = Facts("cuda", count, memory, memory or multicast)
+        certified = found["certificate"]["contract"]
+        known = Contract.parse(certified) if certified else None
+        facts = Facts("cuda", count, memory, memory or multicast, known)
     else:
         facts = Facts("cpu", 8, found["shared_memory"]["problem"], "the ranks work on CPUs")
     rows = []
@@ -127,6 +142,9 @@ def _machine(found: dict[str, Any]) -> Table:
     for gpu in found["gpus"]:
         table.add_row(f"GPU {gpu['index']}", f"{gpu['name']}, {gpu['memory_gib']} GiB, sm {gpu['capability']}")
         table.add_row("  multicast", gpu["multicast"] or "supported; a group learns what the fabric grants")
+    if len(found["gpus"]) > 1:
+        known = found["certificate"]
+        table.add_row("certificate", known["contract"] or known["reason"])
     if not found["gpus"]:
         table.add_row("GPU", "none that torch sees")
     names = {"python": "Python", "mpi": "MPI", "nccl": "NCCL", "cuda": "CUDA of torch", "driver": "GPU driver"}

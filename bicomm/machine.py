@@ -1,7 +1,4 @@
-"""What this machine is and has, as far as a combine cares. It only asks: nothing is allocated, set or sent.
-
-Multicast support in particular is an attribute that is read. Multicast objects are scarce, and none is made here.
-"""
+"""What this machine is and has, as far as a combine cares. It only asks: nothing is allocated, set or sent."""
 
 from __future__ import annotations
 
@@ -14,11 +11,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from bicomm import capability
 
 # What it does to bits, or to which path runs.
 VARIABLES = {
@@ -85,8 +83,10 @@ def _first_line(*command: str) -> str:
 
 def gpus() -> list[dict[str, Any]]:
     """Name, compute capability, memory and multicast of each GPU; `multicast` is "" or the reason why there is none."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    alone = "there is one GPU, and a switch adds across several" if count == 1 else ""
     found = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+    for index in range(count):
         of = torch.cuda.get_device_properties(index)
         found.append(
             {
@@ -94,48 +94,10 @@ def gpus() -> list[dict[str, Any]]:
                 "name": of.name,
                 "capability": f"{of.major}.{of.minor}",
                 "memory_gib": round(of.total_memory / 2**30, 1),
-                "multicast": multicast_reason(index, os.environ),
+                "multicast": capability.reason(index) or alone,
             }
         )
     return found
-
-
-def multicast_reason(index: int, environment: Mapping[str, str]) -> str:
-    """Why this GPU cannot take part in NVLink multicast, "" if nothing is known against it."""
-    if torch.cuda.get_device_capability(index) < (9, 0):
-        return "needs compute capability 9.0 or higher"
-    if environment.get("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0") not in ("", "0"):
-        return "TORCH_SYMM_MEM_DISABLE_MULTICAST is set"
-    if torch.cuda.device_count() < 2:
-        return "there is one GPU, and a switch adds across several"
-    supported = _multicast_attribute(index)
-    if supported is None:
-        return "unknown: neither cuda-python nor this torch can ask the driver"
-    if not supported:
-        return "the driver says no: no NVSwitch, no running fabric manager, MIG, or a container or VM that hides it"
-    return ""
-
-
-def _multicast_attribute(index: int) -> bool | None:
-    """CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED."""
-    try:
-        from cuda.bindings import driver
-
-        attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
-        (failed,) = driver.cuInit(0)
-        failed_too, device = driver.cuDeviceGet(index)
-        failed_again, value = driver.cuDeviceGetAttribute(attribute, device)
-        if not any(map(int, (failed, failed_too, failed_again))):
-            return bool(value)
-    except (ImportError, AttributeError, RuntimeError):
-        pass
-    try:
-        from torch._C._autograd import DeviceType
-        from torch._C._distributed_c10d import _SymmetricMemory
-
-        return bool(_SymmetricMemory.has_multicast_support(DeviceType.CUDA, index))
-    except (ImportError, AttributeError, RuntimeError):
-        return None
 
 
 def peer_access() -> list[list[bool]]:

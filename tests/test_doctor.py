@@ -37,6 +37,7 @@ def _many_gpus(found: dict[str, Any], count: int, multicast: str = "") -> dict[s
     found["peer_access"] = [[True] * count for _ in range(count)]
     found["shared_memory"] |= {"problem": "", "size": 1 << 34}
     found["sockets"]["problem"] = found["file_handles"] = ""
+    found["certificate"] = {"contract": "", "reason": "no certificate of these GPUs", "path": ""}
     return found
 
 
@@ -110,30 +111,14 @@ def test_missing_shared_memory_is_a_problem(here: dict[str, Any]) -> None:
     assert "all-to-all" in doctor.executors(found)[0]["executor"]
 
 
-@pytest.mark.parametrize(
-    ("capability", "count", "attribute", "variable", "reason"),
-    [
-        ((9, 0), 8, True, "", ""),
-        ((8, 0), 8, True, "", "compute capability 9.0"),
-        ((9, 0), 8, True, "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST"),
-        ((9, 0), 1, True, "", "one GPU"),
-        ((10, 0), 4, False, "", "fabric manager"),
-        ((10, 0), 4, None, "", "unknown"),
-    ],
-)
-def test_why_there_is_no_multicast(
-    monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int],
-    count: int,
-    attribute: bool | None,
-    variable: str,
-    reason: str,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(machine, "_multicast_attribute", lambda index: attribute)
-    told = machine.multicast_reason(0, {"TORCH_SYMM_MEM_DISABLE_MULTICAST": variable})
-    assert told == reason if not reason else reason in told
+def test_a_certificate_lets_the_switch_add(here: dict[str, Any]) -> None:
+    found = _many_gpus(here, 8)
+    rows = {row["mode"]: row for row in doctor.executors(found)}
+    assert any("certif" in reason for reason in rows["multimem"]["not"])
+    found["certificate"]["contract"] = "window(16,95,86)/1"
+    rows = {row["mode"]: row for row in doctor.executors(found)}
+    assert rows["multimem"]["contract"] == "window(16,95,86)/1" and "multimem" in rows["multimem"]["executor"]
+    assert rows["multimem"]["not"] == []
 
 
 def test_every_command_is_there_and_none_is_loaded_before_its_turn() -> None:
