@@ -115,6 +115,15 @@ def measure(hidden: int) -> list[dict[str, Any]]:
         results.append(row)
     sort = common.time_graph(lambda: kernels.sort_slots(layer.row_of_slot, layer.rank_of_slot, None, EP))
     results.append({"H": hidden, "contract": "(sorting the slots, within each forward)", "forward us": sort})
+    # Exponents so wide that every block of columns is summed slice by slice: the price of hard data.
+    layer.rows *= torch.exp2(torch.randint(-60, 61, layer.rows.shape, device="cuda", dtype=torch.float32)).bfloat16()
+    for name in ("exact of fp64 partials", "exact of exact partials", "owner"):
+        options = layer.options(CONTRACTS[name])
+        with torch.no_grad():
+            took = common.time_graph(
+                lambda o=options: mirror.unpermute(layer.rows, layer.row_of_slot, **o), calls=2, replays=9
+            )
+        results.append({"H": hidden, "contract": f"{name}, all blocks hard", "forward us": took})
     return results
 
 

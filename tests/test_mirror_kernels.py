@@ -34,7 +34,7 @@ def test_forward_kernel_gives_the_definitions_bits(tree: Partial) -> None:
     names = list(FAMILIES)
     first = TREES.index(tree)
     small = tree.accumulator == "exact"  # its second path is long: an exact sum in each pass over the slices
-    for i in (first, first + 5, first + 9):  # every family meets every rule over the trees
+    for i in (first, first + 7):  # every family meets every rule over the trees
         contract = dataclasses.replace(RULES[(first + i) % len(RULES)], partial=tree)
         dtype = (torch.float32, torch.bfloat16)[i % 2]
         case = make_case(names[i % len(names)], i, 1 if small else 2, 4, 4, ep_size=3, experts=7, dtype=dtype)
