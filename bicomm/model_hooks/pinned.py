@@ -24,17 +24,16 @@ FIXED_SHIFT = 17  # fixed_sum keeps 17 bits below the last bit of its largest ad
 
 def exp_neg(x: Tensor) -> Tensor:
     """e**x for fp32 x <= 0 (any shape), within 2 ulp; 0 for -inf; NaN stays NaN. Pinned fp32 steps."""
-    y = torch.where(x > EXP_FLOOR, x, EXP_FLOOR)
+    y = torch.where(x < EXP_FLOOR, EXP_FLOOR, x)
     n = (y * LOG2E + ROUND) - ROUND
     r = (y - n * LN2_HI) - n * LN2_LO
     p = torch.full_like(r, EXP_POLYNOMIAL[0])
     for c in EXP_POLYNOMIAL[1:]:
         p = p * r + c
     z = ((p * r) * r + r) + 1.0
-    k = n.to(torch.int32)
+    k = torch.where(torch.isnan(n), 0.0, n).to(torch.int32)
     first = k.clamp(min=-126)  # two factors, so that a subnormal result is rounded and not flushed
-    out = z * ((first + 127) << 23).view(torch.float32) * ((k - first + 127) << 23).view(torch.float32)
-    return torch.where(torch.isnan(x), x, out)
+    return z * ((first + 127) << 23).view(torch.float32) * ((k - first + 127) << 23).view(torch.float32)
 
 
 def _atanh_series(s: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ FIXED_SHIFT = tl.constexpr(_p.FIXED_SHIFT)
 
 @triton.jit
 def exp_neg(x):
-    y = tl.where(x > EXP_FLOOR, x, EXP_FLOOR)
+    y = tl.where(x < EXP_FLOOR, EXP_FLOOR, x)
     n = (y * LOG2E + ROUND) - ROUND
     r = (y - n * LN2_HI) - n * LN2_LO
     p = r * E0 + E1
@@ -36,8 +36,7 @@ def exp_neg(x):
     k = n.to(tl.int32)
     first = tl.maximum(k, -126)
     out = z * ((first + 127) << 23).to(tl.float32, bitcast=True)
-    out = out * ((k - first + 127) << 23).to(tl.float32, bitcast=True)
-    return tl.where(x != x, x, out)
+    return out * ((k - first + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -97,6 +96,16 @@ def fixed_sum(x, axis: tl.constexpr):
     unit = ((top_exponent - (150 + FIXED_SHIFT) + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
     out = (total.to(tl.float64) * unit).to(tl.float32)
     return tl.where(top >= 0x7F800000, float("nan"), out)
+
+
+@triton.jit
+def fixed_sum_unit(x, axis: tl.constexpr):
+    """`fixed_sum` of addends in [0, 1] of which one is 1, or any is NaN: what a softmax adds. Half the instructions."""
+    number = x == x
+    q = (tl.where(number, x, 0.0) * 1099511627776.0).to(tl.int64)  # 2**40; exact, and then cut toward zero
+    total = tl.sum(q, axis=axis, keep_dims=True).to(tl.float64) * 9.094947017729282e-13  # 2**-40
+    wild = tl.max(tl.where(number, 0, 1), axis=axis, keep_dims=True)
+    return tl.where(wild > 0, float("nan"), total.to(tl.float32))
 
 
 @triton.jit

@@ -21,14 +21,15 @@ SOFTMAX = tl.constexpr(0)
 SIGMOID = tl.constexpr(1)
 SOFTMAX_AFTER = tl.constexpr(3)
 EPS = tl.constexpr(EPSILON)
-ABSENT = tl.constexpr(-9223372036854775808)
+ABSENT = tl.constexpr(-2147483648)  # below every `order_key`: no candidate, or one that is taken
+NOBODY = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
 def row_parts(x, valid, FUNCTION: tl.constexpr):
     if FUNCTION == SOFTMAX:
         high = tl.max(tl.where(valid & (x == x), x, float("-inf")), axis=1, keep_dims=True)
-        denominator = pin.fixed_sum(tl.where(valid, pin.exp_neg(x - high), 0.0), 1)
+        denominator = pin.fixed_sum_unit(tl.where(valid, pin.exp_neg(x - high), 0.0), 1)
     else:
         high = tl.zeros([x.shape[0], 1], tl.float32)
         denominator = high
@@ -84,31 +85,33 @@ def _weight(x, s, high, denominator, FUNCTION: tl.constexpr, RENORMALIZE: tl.con
 
 
 @triton.jit
-def _ranked(value, position, valid):
-    key = (pin.order_key(value).to(tl.int64) << 32) | (0x7FFFFFFF - position).to(tl.int64)
-    return tl.where(valid, key, ABSENT)
+def _first(key, position, axis: tl.constexpr):
+    """(largest key, the lowest position that has it): two int32 reductions, each one instruction across a warp."""
+    best = tl.max(key, axis=axis, keep_dims=True)
+    return best, tl.min(tl.where(key == best, position, NOBODY), axis=axis, keep_dims=True)
 
 
 @triton.jit
-def _drop_groups(key, value_key, g, gp, S_PAD: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr,
+def _drop_groups(key, expert, g, gp, S_PAD: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr,
                  GROUP_TOPK: tl.constexpr, GROUP_SCORE_TOPK: tl.constexpr):  # fmt: skip
     """Make the experts of all but the GROUP_TOPK first groups no candidates. g: each lane's group; gp: [1, G_PAD]."""
     members = tl.reshape(key, (key.shape[0], G_PAD, S_PAD))
+    places = tl.reshape(tl.broadcast_to(expert, key.shape), (key.shape[0], G_PAD, S_PAD))
     for i in tl.static_range(GROUP_SCORE_TOPK):
-        best = tl.max(members, axis=2, keep_dims=True)
-        members = tl.where(members == best, ABSENT, members)
-        value = pin.value_of_key((best >> 32).to(tl.int32))
+        best, place = _first(members, places, 2)
+        members = tl.where(places == place, ABSENT, members)
+        value = pin.value_of_key(best)
         if i == 0:
             total = value
         else:
             total = total + value
     total = tl.reshape(total, (key.shape[0], G_PAD))
-    group_key = _ranked(total, gp, gp < G)
+    group_key = tl.where(gp < G, pin.order_key(total), ABSENT)
     keep = tl.zeros([key.shape[0], key.shape[1]], tl.int32)
     for _ in tl.static_range(GROUP_TOPK):
-        best = tl.max(group_key, axis=1, keep_dims=True)
-        group_key = tl.where(group_key == best, ABSENT, group_key)
-        keep = tl.where(g == 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), 1, keep)
+        _, place = _first(group_key, gp, 1)
+        group_key = tl.where(gp == place, ABSENT, group_key)
+        keep = tl.where(g == place, 1, keep)
     return tl.where(keep == 1, key, ABSENT)
 
 
@@ -127,6 +130,7 @@ def route_forward(
     member = position % S_PAD
     e = g * S + member
     valid = (g < G) & (member < S)
+    expert = tl.where(valid, e, -1)
     live = row < T
     if PADDING:
         live = live & (tl.load(padding + row, mask=row < T, other=1) == 0)
@@ -141,22 +145,22 @@ def route_forward(
         if DENSE or MAP:
             for j in range(K):
                 id_j = tl.load(fixed_ids + row * K + j, mask=live, other=-1).to(tl.int32)
-                chosen = tl.where((e == id_j) & valid, 1, chosen)
+                chosen = tl.where(expert == id_j, 1, chosen)
     else:
         value = s
         if BIAS:
             value = s + pin.widen(tl.load(bias + e, mask=valid, other=0.0))
-        key = _ranked(value, e, valid)
+        key = tl.where(valid, pin.order_key(value), ABSENT)
         if G > 1:
-            key = _drop_groups(key, value, g, tl.arange(0, G_PAD)[None, :], S_PAD, G, G_PAD,
+            key = _drop_groups(key, expert, g, tl.arange(0, G_PAD)[None, :], S_PAD, G, G_PAD,
                                GROUP_TOPK, GROUP_SCORE_TOPK)  # fmt: skip
         id_tile = tl.full([R, KP], -1, tl.int32)
         for j in range(K):
-            best = tl.max(key, axis=1, keep_dims=True)
-            id_tile = tl.where(slot == j, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), id_tile)
+            _, best = _first(key, expert, 1)
+            id_tile = tl.where(slot == j, best, id_tile)
             if DENSE or MAP:
-                chosen = tl.where(key == best, 1, chosen)
-            key = tl.where(key == best, ABSENT, key)
+                chosen = tl.where(expert == best, 1, chosen)
+            key = tl.where(expert == best, ABSENT, key)
 
     routed = live & (slot < K) & (id_tile >= 0) & (id_tile < E)
     if INDEX or DENSE:
@@ -248,7 +252,7 @@ def launch_shape(rows: int, lanes: int) -> tuple[int, int]:
     """(rows of a program, warps). One warp keeps every reduction inside it; it affects time only, never bits."""
     if lanes > 512:
         return 1, 4
-    return (1 if rows < 2048 or lanes > 256 else max(1, min(8, 512 // lanes))), 1
+    return (1 if rows < 2048 else max(1, min(8, 1024 // lanes))), 1
 
 
 def _function(rule: Rule) -> int:

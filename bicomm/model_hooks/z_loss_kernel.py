@@ -19,7 +19,7 @@ def _parts(logits, row, T, row_stride, E: tl.constexpr, P: tl.constexpr):
     x = pin.widen(tl.load(logits + row * row_stride + e, mask=(row < T) & valid, other=0.0))
     high = tl.max(tl.where(valid & (x == x), x, float("-inf")), axis=1, keep_dims=True)
     t = pin.exp_neg(x - high)
-    return e, t, high, pin.fixed_sum(tl.where(valid, t, 0.0), 1)
+    return e, t, high, pin.fixed_sum_unit(tl.where(valid, t, 0.0), 1)
 
 
 @triton.jit
