@@ -95,7 +95,11 @@ class Communicator:
         self.stream: torch.cuda.Stream | None = None  # of a local world's rank on a GPU
         self.handle = ops.register(self)
         if mode == "multimem":
-            self._judge_switch()
+            try:
+                self._judge_switch()
+            except BicommError:
+                self.close()
+                raise
 
     @property
     def debug(self) -> bool:
@@ -109,7 +113,6 @@ class Communicator:
             return
         reason = chosen.candidates[0].reason
         if self.strict:
-            self.close()
             raise BicommError(f"mode='multimem' with strict=True: the NVLink switch cannot be used: {reason}")
         if self.rank == 0 and not self._judged:
             warnings.warn(
@@ -310,8 +313,6 @@ class Communicator:
         """What goes wrong in this block concerns this rank alone: the others learn it, so that they need not wait."""
         try:
             yield
-        except BicommError:
-            raise
         except Exception as refusal:
             self._transport.refuse(operation, refusal)
             raise
