@@ -30,6 +30,11 @@ EXPERTS = (32, 64, 128, 256, 512)
 
 
 @triton.jit
+def _tile(probs, r, last, c, cols, row_stride):
+    return tl.load(probs + r * row_stride + c, mask=(r < last) & (c < cols), other=0.0)
+
+
+@triton.jit
 def atomic_aux_loss(
     probs, counts, loss, c, rows, cols, row_stride, rows_per_block,
     TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, UNROLL: tl.constexpr,
@@ -44,9 +49,15 @@ def atomic_aux_loss(
         c_index = col + lane_col
         acc = tl.zeros([TILE_ROWS, TILE_COLS], tl.float32)
         for base in range(0, rows_per_block, TILE_ROWS * UNROLL):
-            for u in tl.static_range(UNROLL):
-                r = first + base + u * TILE_ROWS + lane_row
-                acc += tl.load(probs + r * row_stride + c_index, mask=(r < last) & (c_index < cols), other=0.0)
+            r = first + base + lane_row
+            if UNROLL == 4:
+                x0 = _tile(probs, r, last, c_index, cols, row_stride)
+                x1 = _tile(probs, r + TILE_ROWS, last, c_index, cols, row_stride)
+                x2 = _tile(probs, r + 2 * TILE_ROWS, last, c_index, cols, row_stride)
+                x3 = _tile(probs, r + 3 * TILE_ROWS, last, c_index, cols, row_stride)
+                acc = acc + x0 + x1 + x2 + x3
+            else:
+                acc += _tile(probs, r, last, c_index, cols, row_stride)
         n = tl.load(counts + c_index, mask=c_index < cols, other=0).to(tl.float32)
         partial += tl.sum(tl.sum(acc * n, axis=1), axis=0)
     tl.atomic_add(loss, partial * c)
@@ -59,7 +70,7 @@ def atomic_forward(probs: torch.Tensor, counts: torch.Tensor, c: float, zero: bo
     p = Partition.of(rows, cols)
     atomic_aux_loss[(p.blocks,)](
         probs, counts, loss, c, rows, cols, probs.stride(0), p.rows_per_block, TILE_ROWS=p.tile_rows,
-        TILE_COLS=p.tile_cols, UNROLL=min(aux_loss_kernel.UNROLL, p.steps),
+        TILE_COLS=p.tile_cols, UNROLL=1 if p.steps == 1 else 4,
         num_warps=aux_loss_kernel.WARPS if p.tile_rows * p.tile_cols >= 1024 else 4,
     )  # fmt: skip
     return loss
@@ -126,16 +137,18 @@ def auxiliary(copy: float) -> list[dict[str, Any]]:
 
 def tune_auxiliary() -> list[dict[str, Any]]:
     rows = []
-    saved = aux_loss.TILE, aux_loss_kernel.UNROLL, aux_loss_kernel.WARPS
+    saved = aux_loss.TILE, aux_loss_kernel.WARPS
     for tokens, experts in ((1024, 128), (8192, 128), (65536, 128), (65536, 512)):
         probs = torch.softmax(torch.randn(tokens, experts, device=CUDA), -1)
         counts = torch.randint(1, tokens, (experts,), device=CUDA)
-        for tile, unroll, warps in itertools.product((1024, 2048, 4096), (1, 2, 4, 8), (4, 8, 16)):
-            aux_loss.TILE, aux_loss_kernel.UNROLL, aux_loss_kernel.WARPS = tile, unroll, warps
+        for tile, warps in itertools.product((1024, 2048, 4096, 8192), (4, 8, 16)):
+            aux_loss.TILE, aux_loss_kernel.WARPS = tile, warps
             took = common.time_graph(lambda p=probs, n=counts: aux_loss_kernel.forward(p, n, 1e-9, 1.0, None))
-            rows.append({"what": "tune", "T": tokens, "E": experts, "tile": tile, "unroll": unroll, "warps": warps,
-                         "us": took})  # fmt: skip
-    aux_loss.TILE, aux_loss_kernel.UNROLL, aux_loss_kernel.WARPS = saved
+            peer = common.time_graph(lambda p=probs, n=counts: atomic_forward(p, n, 1e-9))
+            rows.append(
+                {"what": "tune", "T": tokens, "E": experts, "tile": tile, "warps": warps, "us": took, "atomic": peer}
+            )
+    aux_loss.TILE, aux_loss_kernel.WARPS = saved
     return sorted(rows, key=lambda r: (r["T"], r["E"], r["us"]))
 
 

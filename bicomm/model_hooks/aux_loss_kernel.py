@@ -21,7 +21,6 @@ from bicomm.model_hooks.aux_loss import BLOCKS, WIDE_COUNTS, Partition
 
 NUM_BLOCKS = tl.constexpr(BLOCKS)
 WARPS = 8
-UNROLL = 4  # loads in flight before the additions that need them: hides latency, the additions keep their order
 
 
 @triton.jit
@@ -46,6 +45,15 @@ def _times_counts(x, counts, pointer, mask, WIDE: tl.constexpr):
         lo = (n.to(tl.int64) - hi.to(tl.int64)).to(tl.float32)
         out = out + x * lo
     return out
+
+
+@triton.jit
+def _tile(probs, padding, r, last, c, cols, row_stride, PADDING: tl.constexpr):
+    # a lane's row beyond the block belongs to the next block: masked, so that it is added once
+    mask = (r < last) & (c < cols)
+    if PADDING:
+        mask = mask & (tl.load(padding + r, mask=r < last, other=1) == 0)
+    return pin.widen(tl.load(probs + r * row_stride + c, mask=mask, other=0.0))
 
 
 @triton.jit
@@ -75,13 +83,20 @@ def aux_loss_partials(
         c_index = col + lane_col
         acc = tl.zeros([TILE_ROWS, TILE_COLS], tl.float32)
         for base in range(0, rows_per_block, TILE_ROWS * UNROLL):
-            for u in tl.static_range(UNROLL):
-                r = first + base + u * TILE_ROWS + lane_row
-                # a lane row beyond the block belongs to the next block: masked, so that it is added once
-                mask = (r < last) & (c_index < cols)
-                if PADDING:
-                    mask = mask & (tl.load(padding + r, mask=r < last, other=1) == 0)
-                acc += pin.widen(tl.load(probs + r * row_stride + c_index, mask=mask, other=0.0))
+            r = first + base + lane_row
+            if (
+                UNROLL == 4
+            ):  # all four loads are under way before the first addition, and the additions keep their order
+                x0 = _tile(probs, padding, r, last, c_index, cols, row_stride, PADDING)
+                x1 = _tile(probs, padding, r + TILE_ROWS, last, c_index, cols, row_stride, PADDING)
+                x2 = _tile(probs, padding, r + 2 * TILE_ROWS, last, c_index, cols, row_stride, PADDING)
+                x3 = _tile(probs, padding, r + 3 * TILE_ROWS, last, c_index, cols, row_stride, PADDING)
+                acc = acc + x0
+                acc = acc + x1
+                acc = acc + x2
+                acc = acc + x3
+            else:
+                acc = acc + _tile(probs, padding, r, last, c_index, cols, row_stride, PADDING)
         weighted = _times_counts(acc, counts, c_index, c_index < cols, WIDE)
         partial += pin.fixed_sum(tl.reshape(weighted, (1, TILE_ROWS * TILE_COLS)), 1)
     c = _constant(c_host, total, start, DEVICE_TOTAL)
@@ -161,7 +176,7 @@ def _launch(
         partials, partials if ticket is None else ticket, loss, const, c_host, start,
         rows, cols, x.stride(0), p.rows_per_block,
         TILE_ROWS=p.tile_rows, TILE_COLS=p.tile_cols, DEVICE_TOTAL=device_total, WIDE=counts.dtype in WIDE_COUNTS,
-        PADDING=padding_mask is not None, UNROLL=min(UNROLL, p.steps), FINISH=ticket is not None,
+        PADDING=padding_mask is not None, UNROLL=1 if p.steps == 1 else 4, FINISH=ticket is not None,
         num_warps=WARPS if p.tile_rows * p.tile_cols >= 1024 else 4, enable_fp_fusion=False,
     )  # fmt: skip
     if ticket is None:
