@@ -53,7 +53,9 @@ class AllToAllTransport(HostTransport):
         self._staged = device.type == "cuda" and self._connections.name() != "nccl"
         self._next, self._held = 0, 0
 
-    def combine(self, x: Tensor, splits: Shares, contract: Contract, out: Tensor, place: Place | None) -> None:
+    def combine(
+        self, x: Tensor, splits: Shares, contract: Contract, out: Tensor, place: Place | None, switch: bool = False
+    ) -> None:
         size, give = self.size, [int(n) for n in splits]
         mine = give[self.rank]
 

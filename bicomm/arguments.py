@@ -31,7 +31,7 @@ def contract_of(mode: Mode) -> Contract:
 
 def name_of_mode(mode: Mode) -> str:
     """A mode as headers and operators say it."""
-    return mode if isinstance(mode, str) else mode.id
+    return mode if isinstance(mode, str) else contract_of(mode).id
 
 
 def splits_of(splits: Any, rows: int | None, size: int) -> tuple[int, ...]:

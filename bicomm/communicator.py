@@ -330,6 +330,7 @@ class Communicator:
         with self._refusing("combine"):
             self._acquired.check_released(self.rank)
             contract = self._contract_of(mode)
+            switch = _plan.plan(mode, self._facts).executor.startswith(_plan.SWITCH)
             arguments.check_partials(x, self.device, mode)
             shares = self._transport.shares(splits, x.shape[0])
             rows = self._transport.rows_of(shares, x.shape[0] if capacity is None else capacity)
@@ -337,7 +338,7 @@ class Communicator:
             self._acquired.check_operand(x, out)
             result = x.new_empty((rows, x.shape[1]), dtype=dtype) if out is None else out
         with self._asking(asked):
-            self._transport.combine(x, shares, contract, result, self._acquired.place_of(x))
+            self._transport.combine(x, shares, contract, result, self._acquired.place_of(x), switch)
         return result
 
     def _combine_rows(

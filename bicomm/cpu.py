@@ -33,7 +33,9 @@ class CpuTransport(HostTransport):
         super().__init__(sync)
         self._arenas = Arenas(allocate)
 
-    def combine(self, x: Tensor, splits: Shares, contract: Contract, out: Tensor, place: Place | None) -> None:
+    def combine(
+        self, x: Tensor, splits: Shares, contract: Contract, out: Tensor, place: Place | None, switch: bool = False
+    ) -> None:
         first = int(sum(splits[: self.rank]))
         mine = slice(first, first + int(splits[self.rank]))
         shape = tuple(x.shape)

@@ -17,7 +17,9 @@ class Facts:
     device      "cpu" or "cuda".
     memory      "" where the ranks can read each other's memory, else the reason why not.
     multicast   "" where the NVLink switch can add for this group, else the reason why not.
-    certified   the contract that the switch was found to obey, None where it was not measured.
+    certified   the contract that the switch is certified for, None where it was not measured.
+    confirmed   the contract that the self-check of this communicator found it to obey.
+    unconfirmed "" or the reason why it is None.
     """
 
     device: str
@@ -25,6 +27,8 @@ class Facts:
     memory: str
     multicast: str
     certified: Contract | None = None
+    confirmed: Contract | None = None
+    unconfirmed: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +64,7 @@ def resolve(mode: Mode, facts: Facts) -> Contract:
 def plan(mode: Mode, facts: Facts) -> Plan:
     """The fastest executor that has the contract's bits, and why not the faster ones."""
     contract = resolve(mode, facts)
-    switch = _switch(contract, facts)
+    switch = _switch(mode, contract, facts)
     if facts.device == "cuda":
         kernel = {"ordered": "ordered.py", "fp64": "ordered.py", "owner": "owner.py"}.get(contract.rule, "exact.py")
         ways = [
@@ -79,13 +83,16 @@ def plan(mode: Mode, facts: Facts) -> Plan:
     return Plan(name, contract, ways[chosen].executor, tuple(ways[: chosen + 1]))
 
 
-def _switch(contract: Contract, facts: Facts) -> str:
+def _switch(mode: Mode, contract: Contract, facts: Facts) -> str:
+    """Why the NVLink switch does not add for this mode; "" where it does."""
     if contract.rule not in ("exact", "window"):
         return f"the NVLink switch has no contract of the kind {contract.rule}"
     if facts.multicast:
         return facts.multicast
-    if facts.certified is None:
-        return "the switch of this machine is not certified for this world size: run `bicomm certify fabric`"
-    if facts.certified != contract.cross_rank:
-        return f"the switch of this machine is certified for {facts.certified.id}"
+    if facts.confirmed is None:
+        return facts.unconfirmed or "the switch of this machine is not certified: run `bicomm certify fabric`"
+    if facts.confirmed != contract.cross_rank:
+        return f"the switch of this machine was found to obey {facts.confirmed.id}"
+    if mode != "multimem" and isinstance(mode, str) and "/" not in mode:
+        return f"mode={mode!r} names the software kernel: pass mode='multimem' or Contract.parse({mode!r}) for the switch"
     return ""

@@ -93,8 +93,13 @@ class Transport(abc.ABC):
         return capacity if isinstance(shares, Tensor) else shares[self.rank]
 
     @abc.abstractmethod
-    def combine(self, x: Tensor, splits: Shares, contract: Contract, out: Tensor, place: Place | None) -> None:
-        """Sum every rank's slice of x [sum(splits), H] for this rank's tokens into out [splits[rank], H]."""
+    def combine(
+        self, x: Tensor, splits: Shares, contract: Contract, out: Tensor, place: Place | None, switch: bool = False
+    ) -> None:
+        """Sum every rank's slice of x [sum(splits), H] for this rank's tokens into out [splits[rank], H].
+
+        switch: by the NVLink switch, where the plan says so.
+        """
 
     @abc.abstractmethod
     def combine_rows(self, operands: Rows, contract: Contract, out: Tensor, place: Place | None) -> None:

@@ -141,7 +141,7 @@ def check_dispatch(comm: Communicator) -> Iterator[str]:
 
 
 def rows_case(size: int, seed: int, slots: int, dtype: torch.dtype, hidden: int = 6) -> dict[str, Any]:
-    """Expert rows, maps and weights of all ranks. Some ranks have no tokens, some no rows; NaN where nobody may look."""
+    """Expert rows, maps and weights of all ranks. Some have no tokens, some no rows; NaN where nobody may look."""
     chance = generator(seed, size, slots)
     counts = [int(torch.randint(1, 9, (1,), generator=chance)) for _ in range(size)]
     tokens = [int(torch.randint(0, 7, (1,), generator=chance)) for _ in range(size)]
@@ -198,7 +198,7 @@ def check_rows(comm: Communicator) -> Iterator[str]:
 
 
 def check_zero_copy(comm: Communicator) -> Iterator[str]:
-    """A buffer written in place gives the bits of an ordinary operand; two at a time; the first rows of one, and none."""
+    """A buffer written in place gives the bits of an ordinary operand; two at a time; the first rows of one, or none."""
     size, rank = comm.size, comm.rank
     splits = [2] * size
     for seed in range(3):

@@ -1,4 +1,4 @@
-"""Real processes: every check under torchrun and mpirun, by shared memory and by all-to-all, on the whole and on parts."""
+"""Real processes: every check under torchrun and mpirun, by shared memory and by all-to-all, on all and on parts."""
 
 from __future__ import annotations
 
