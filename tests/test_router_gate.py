@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bicomm.model_hooks import gate_kernel
+from bicomm.model_hooks import gate_kernel, router
 from bicomm.model_hooks.gate import gate
 from router_cases import same
 
@@ -74,3 +74,13 @@ def test_the_kernel_in_the_interpreter(hidden: int) -> None:
     for rows in (1, 64, 65):
         assert same(gate_kernel.product(x[:rows], w.t()), got[:rows])
     assert gate_kernel.tile(4096, 128, torch.bfloat16) == gate_kernel.tile(4096, 128, torch.bfloat16)
+
+
+def test_near_ties_are_told_apart_because_logits_stay_fp32() -> None:
+    x = torch.tensor([[1.0, 2.0**-8]], dtype=torch.bfloat16)
+    w = torch.tensor([[1.0, 0.0], [1.0, 2.0**-4], [1.0, 2.0**-5]], dtype=torch.bfloat16)
+    logits = gate(x, w)
+    assert logits.tolist() == [[1.0, 1.0 + 2.0**-12, 1.0 + 2.0**-13]]
+    assert router.route(logits, 3).ids.tolist() == [[1, 2, 0]]
+    rounded = router.route(logits.to(torch.bfloat16), 3).ids.tolist()
+    assert rounded == [[0, 1, 2]], "the twin: logits stored in bf16 tie"
