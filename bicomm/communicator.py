@@ -37,6 +37,8 @@ class Communicator:
     timeout       seconds that a call waits for the other ranks (default 30, or BICOMM_TIMEOUT).
     device        where operands live; None for the device that `bicomm.init` chose.
     share_memory  False: never map other ranks' memory; rows travel by all-to-all.
+    check_every   calls that use the NVLink switch between two self-checks of it, 0 for none; a check that fails on any
+                  rank turns the switch off on all, captured graphs included.
     debug         catch writes into released buffers, at the cost of a check at each release (or BICOMM_DEBUG=1).
 
     Raises NotInitialized without a group, ValueError where the ranks' arguments differ, NoRoom where shared memory is
@@ -55,6 +57,7 @@ class Communicator:
         device: torch.device | str | None = None,
         share_memory: bool = True,
         debug: bool | None = None,
+        check_every: int = 0,
     ) -> None:
         if group is None or device is None:
             from bicomm.world import current
@@ -69,7 +72,7 @@ class Communicator:
         where = torch.device("cpu")
         try:
             where = torch.device(device)
-            request = Request.checked(max_tokens, hidden, mode, strict, where, share_memory, timeout, debug)
+            request = Request.checked(max_tokens, hidden, mode, strict, where, share_memory, timeout, debug, check_every)
         except (TypeError, ValueError, RuntimeError) as refusal:
             request = refusal  # the others must learn it
         transport, facts = establish(group, where, request)
@@ -91,6 +94,7 @@ class Communicator:
         self._transport, self._facts = transport, facts
         self._mode = mode
         self._judged = False
+        self._switched: dict[str, bool] = {}
         self._acquired = Acquired(transport, debug)
         self.stream: torch.cuda.Stream | None = None  # of a local world's rank on a GPU
         self.handle = ops.register(self)
@@ -134,7 +138,12 @@ class Communicator:
 
     def plan(self, mode: Mode | None = None) -> _plan.Plan:
         """Which contract and which executor `mode` (default: the communicator's) gets, and why not a faster one."""
-        return _plan.plan(self._mode_or(mode), self._facts)
+        return _plan.plan(self._mode_or(mode), self._known())
+
+    def _known(self) -> _plan.Facts:
+        """The facts, with what was learnt since the communicator was made."""
+        taken_back = self._transport.switch_refusal()
+        return dataclasses.replace(self._facts, multicast=taken_back) if taken_back else self._facts
 
     def memory(self) -> dict[str, int]:
         """Bytes of symmetric memory on this rank: `held`, and of these `in_use`."""
@@ -308,6 +317,12 @@ class Communicator:
             self._judge_switch()
         return contract
 
+    def _by_switch(self, mode: str) -> bool:
+        """Whether the switch was given this mode when the communicator was made; what happened since, kernels know."""
+        if mode not in self._switched:
+            self._switched[mode] = _plan.plan(mode, self._facts).executor.startswith(_plan.SWITCH)
+        return self._switched[mode]
+
     @contextmanager
     def _refusing(self, operation: str) -> Iterator[None]:
         """What goes wrong in this block concerns this rank alone: the others learn it, so that they need not wait."""
@@ -330,7 +345,7 @@ class Communicator:
         with self._refusing("combine"):
             self._acquired.check_released(self.rank)
             contract = self._contract_of(mode)
-            switch = _plan.plan(mode, self._facts).executor.startswith(_plan.SWITCH)
+            switch = self._by_switch(mode)
             arguments.check_partials(x, self.device, mode)
             shares = self._transport.shares(splits, x.shape[0])
             rows = self._transport.rows_of(shares, x.shape[0] if capacity is None else capacity)

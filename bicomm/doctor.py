@@ -90,7 +90,7 @@ def executors(found: dict[str, Any]) -> list[dict[str, Any]]:
         multicast = next((gpu["multicast"] for gpu in found["gpus"] if gpu["multicast"]), "")
         certified = found["certificate"]["contract"]
         known = Contract.parse(certified) if certified else None
-        facts = Facts("cuda", count, memory, memory or multicast, known)
+        facts = Facts("cuda", count, memory, memory or multicast, known, known, found["certificate"]["reason"])
     else:
         facts = Facts("cpu", 8, found["shared_memory"]["problem"], "the ranks work on CPUs")
     rows = []

@@ -41,6 +41,7 @@ class Request:
     share_memory: bool
     timeout: float
     debug: bool = False
+    check_every: int = 0
 
     @classmethod
     def checked(
@@ -53,9 +54,10 @@ class Request:
         share_memory: bool,
         timeout: float | None,
         debug: bool | None,
+        check_every: int,
     ) -> Request:
         """The arguments of a communicator. Raises TypeError or ValueError."""
-        for name, value in (("max_tokens", max_tokens), ("hidden", hidden)):
+        for name, value in (("max_tokens", max_tokens), ("hidden", hidden), ("check_every", check_every)):
             if operator.index(value) < 0:
                 raise ValueError(f"{name} is {value}: expected 0 or more")
         told = os.environ.get("BICOMM_TIMEOUT", str(TIMEOUT)) if timeout is None else timeout
@@ -69,7 +71,7 @@ class Request:
             contract_of(mode)
         watch = os.environ.get("BICOMM_DEBUG", "") not in ("", "0") if debug is None else bool(debug)
         name = "" if mode is None else name_of_mode(mode)
-        return cls(max_tokens, hidden, name, bool(strict), device.type, bool(share_memory), seconds, watch)
+        return cls(max_tokens, hidden, name, bool(strict), device.type, bool(share_memory), seconds, watch, check_every)
 
     def encode(self) -> bytes:
         """JSON, one line."""
@@ -119,8 +121,7 @@ def establish(group: dist.ProcessGroup, device: torch.device, request: Request |
     if device.type == "cuda":
         from bicomm.gpu_group import establish_gpu
 
-        reserve = request.max_tokens * request.hidden * 4
-        return establish_gpu(group, device, request.share_memory, request.timeout, reserve, sync, make_wire)
+        return establish_gpu(group, device, request, sync, make_wire)
     memory = "" if request.share_memory else "the communicator was made with share_memory=False"
     transport: Transport | None = None
     if not memory:

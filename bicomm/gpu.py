@@ -13,12 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bicomm import barrier, exact, gather, ordered, owner
+from bicomm import barrier, exact, gather, multimem, ordered, owner
 from bicomm.call import Gather, Pull, Reduce, Sync
 from bicomm.contract import Contract
 from bicomm.errors import Aborted, BicommError, CallMismatch, CaptureError, PeerRefused, PeerTimeout
 from bicomm.header import first_line
 from bicomm.link import Link
+from bicomm.nvls import Nvls
 from bicomm.signature import describe, sign
 from bicomm.symmem.arenas import Arenas, Place
 from bicomm.symmem.buffer import SymmetricBuffer
@@ -51,6 +52,7 @@ class GpuTransport(Transport):
             raise ValueError(f"device barriers serve up to {barrier.MAX_RANKS} ranks, got {size}")
         self.rank, self.size, self.device = rank, size, device
         self.timeout, self.first_timeout = timeout, first_timeout
+        self.nvls: Nvls | None = None  # where the switch was confirmed
         self.rehearsing = False
         self.blocks_limit: int | None = None  # blocks of a launch, where several ranks share a GPU
         self._control, self._link = control, link
@@ -77,7 +79,11 @@ class GpuTransport(Transport):
             return splits
         return super().shares(splits, rows)
 
-    def combine(self, x: Tensor, splits: Shares, contract: Contract, out: Tensor, place: Place | None) -> None:
+    def combine(
+        self, x: Tensor, splits: Shares, contract: Contract, out: Tensor, place: Place | None, switch: bool = False
+    ) -> None:
+        if switch and self.nvls is not None:
+            self.nvls.count_call()
         with self._operand(x, x.shape[0], place) as at:
             sync = self._sync("combine", x.dtype, contract, x.shape[1], at.mark, x.shape[0], splits)
             if isinstance(splits, Tensor):
@@ -95,7 +101,15 @@ class GpuTransport(Transport):
                 splits=shares,
                 sync=sync,
             )
-            if contract.rule in ("ordered", "fp64"):
+            if switch and self.nvls is not None:
+                multimem.reduce(
+                    call,
+                    contract.parameters,
+                    multicast=at.buffer.multicast,
+                    trusted=self.nvls.trusted,
+                    hardware=self.nvls.hardware,
+                )
+            elif contract.rule in ("ordered", "fp64"):
                 ordered.reduce(call, accumulator=torch.float64 if contract.rule == "fp64" else torch.float32)
             else:
                 exact.reduce(call, contract.parameters)
@@ -142,6 +156,9 @@ class GpuTransport(Transport):
                 )
             )
         return result
+
+    def switch_refusal(self) -> str:
+        return "" if self.nvls is None else self.nvls.reason
 
     def exchange_counts(self, own: int | Tensor) -> Tensor:
         """Every rank's count: int64 [W] on the GPU. own: this rank's, an int or an integer tensor of one element."""
@@ -354,5 +371,3 @@ class _Operand:
     def __exit__(self, *_: object) -> None:
         if self.arenas is not None:
             self.arenas.release(self.place)
-
-

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,11 +16,14 @@ from bicomm import barrier
 from bicomm.agree import StoreSync
 from bicomm.alltoall import AllToAllTransport, Wire
 from bicomm.arguments import Mode
-from bicomm.capability import multicast_refusal
+from bicomm.capability import identity, multicast_refusal
 from bicomm.communicator import Communicator, LocalRank
+from bicomm.contract import Contract
 from bicomm.errors import NoSharedMemory
+from bicomm.establish import Request
 from bicomm.gpu import GpuTransport
 from bicomm.link import LocalLink, LocalWorld, StoreLink
+from bicomm.nvls import Nvls, decide
 from bicomm.peers import this_process
 from bicomm.plan import Facts
 from bicomm.symmem.buffer import SymmetricBuffer
@@ -35,15 +41,13 @@ def first_timeout() -> float:
 def establish_gpu(
     group: dist.ProcessGroup,
     device: torch.device,
-    share_memory: bool,
-    timeout: float,
-    reserve: int,
+    request: Request,
     sync: StoreSync,
     make_wire: Callable[[], Wire],
 ) -> tuple[Transport, Facts]:
     """The transport of a group of GPUs, and its facts; the same on every rank. Collective."""
     rank, size = sync.rank, sync.size
-    reason = "the communicator was made with share_memory=False" if not share_memory else _why_apart(sync, device)
+    reason = _why_apart(sync, device) if request.share_memory else "the communicator was made with share_memory=False"
     control: SymmetricBuffer | None = None
     link = StoreLink(sync, group, device)
     if not reason and size > 1:
@@ -57,12 +61,49 @@ def establish_gpu(
         return AllToAllTransport(sync, make_wire, device), Facts("cuda", size, reason, reason)
     if control is None:  # one rank: nobody to wait for
         control = make_local_buffers(1, device, 8 * barrier.control_words(1))[0]
-    transport = GpuTransport(rank, size, device, control, link, timeout, first_timeout())
+    transport = GpuTransport(rank, size, device, control, link, request.timeout, first_timeout())
+    reserve = request.max_tokens * request.hidden * 4
     if reserve and size > 1:
         transport.release(transport.take(reserve))
     refusals = [text.decode() for text in sync.exchange(multicast_refusal(control.multicast, device).encode())]
     multicast = "; ".join(f"rank {r}: {text}" for r, text in enumerate(refusals) if text)
-    return transport, Facts("cuda", size, "", multicast)
+    facts = Facts("cuda", size, "", multicast)
+    return transport, facts if multicast else _judge_switch(transport, link, sync, device, request, facts)
+
+
+def _judge_switch(
+    transport: GpuTransport, link: StoreLink, sync: StoreSync, device: torch.device, request: Request, facts: Facts
+) -> Facts:
+    """The facts with what the switch was found to obey; the transport then has an `Nvls`. Collective."""
+    from bicomm.certify import trust
+    from bicomm.certify.hardware import Switch
+
+    def gather(mine: Any) -> list[Any]:
+        return [json.loads(text) for text in sync.exchange(json.dumps(mine).encode())]
+
+    def meet() -> None:
+        torch.cuda.synchronize(device)
+        sync.exchange(b"")
+
+    def agree(reason: str) -> str:
+        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(gather(reason)) if text)
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    machine = trust.sorted_machine(gather(identity(index)))
+    known = trust.find(machine, sync.size)  # one file, which the hosts of a group may have or lack: rank 0's counts
+    name, why_not = gather((known.contract.id if known.contract else "", known.reason))[0]
+    certified = Contract.parse(name) if name else None
+    asked = Contract.parse(request.mode) if "/" in request.mode else None
+    columns = trust.check_inputs(sync.size).shape[1]
+    switch = Switch(sync.rank, sync.size, sync.rank, link.allocate(4 * columns + 64), machine, meet, gather)
+
+    def check(contract: Contract) -> str:
+        return trust.self_check(switch, contract, rank=sync.rank)
+
+    confirmed, reason = decide(asked, certified, why_not, check, agree)
+    if confirmed is not None:
+        transport.nvls = Nvls(confirmed, device, check, agree, request.check_every)
+    return dataclasses.replace(facts, certified=certified, confirmed=confirmed, unconfirmed=reason)
 
 
 def _why_apart(sync: StoreSync, device: torch.device) -> str:

@@ -94,5 +94,7 @@ def _switch(mode: Mode, contract: Contract, facts: Facts) -> str:
     if facts.confirmed != contract.cross_rank:
         return f"the switch of this machine was found to obey {facts.confirmed.id}"
     if mode != "multimem" and isinstance(mode, str) and "/" not in mode:
-        return f"mode={mode!r} names the software kernel: pass mode='multimem' or Contract.parse({mode!r}) for the switch"
+        return (
+            f"mode={mode!r} names the software kernel: pass mode='multimem' or Contract.parse({mode!r}) for the switch"
+        )
     return ""

@@ -1,4 +1,4 @@
-"""A call's header on the device: three int64 words, whose check sum every rank's kernel compares, and their text for people."""
+"""A call's header on the device: three int64 words, whose check sum every rank compares, and their text for people."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DTYPES = (
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """what: operation, dtype, rule and its parameters; shape: hidden and place; tokens: rows and a check sum of splits."""
+    """what: operation, dtype, rule, parameters; shape: hidden and place; tokens: rows and a check sum of splits."""
 
     what: int
     shape: int
@@ -27,7 +27,7 @@ class Signature:
 
     @property
     def mark(self) -> int:
-        """A check sum of 24 bits, which travels in the flags: another header has another mark, but for 1 in 16 million."""
+        """A check sum of 24 bits that travels in the flags: another header has another mark, but for 1 in 16 million."""
         return zlib.crc32(repr((self.what, self.shape, self.tokens)).encode()) & 0xFFFFFF
 
 

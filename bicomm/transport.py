@@ -109,6 +109,10 @@ class Transport(abc.ABC):
     def dispatch(self, x: Tensor, splits: Shares | None, out: Tensor | None, capacity: int | None) -> Tensor:
         """Every rank's x [splits[rank], H], one below the other: [sum(splits), H], in `out` where one is given."""
 
+    def switch_refusal(self) -> str:
+        """Why the NVLink switch, once confirmed, is not trusted any more; "" where nothing happened."""
+        return ""
+
     def exchange_counts(self, own: int | Tensor) -> Tensor:
         """Every rank's count: int64 [W]."""
         mine = torch.tensor([[int(own)]], dtype=torch.int64)

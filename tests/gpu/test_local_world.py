@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import bicomm
 from bicomm.communicator import Communicator
 from bicomm.contract import Contract
 from bicomm.gpu_group import rehearsal
+from bicomm.nvls import Nvls
 
 W = 8
 DEVICE = torch.device("cuda")
@@ -472,3 +474,23 @@ def test_gradients_are_dispatch_and_combine(comms: list[Communicator]) -> None:
     for comm in comms:
         comm.check()
         assert torch.equal(grads[comm.rank], torch.cat(upstream))
+
+
+@pytest.mark.parametrize("contract", [Contract("exact"), Contract("window", (16, 95, 86))])
+def test_the_switchs_whole_path_with_its_load_in_software(comms: list[Communicator], contract: Contract) -> None:
+    """multimem.py as it runs under NVLS, but for the instruction: plan, device word, heads and tails, graphs."""
+    for comm in comms:
+        comm._facts = dataclasses.replace(comm._facts, multicast="", certified=contract, confirmed=contract)
+        comm.transport.nvls = Nvls(contract, comm.device, lambda _: "", lambda _: "", hardware=False)
+    assert comms[0].plan("multimem").executor.startswith("multimem")
+    for splits, hidden in (((3,) * 8, 2048), ((5, 0, 1, 9, 0, 0, 2, 30), 2050), ((1, 2, 0, 4, 5, 6, 7, 0), 7)):
+        x = partials(sum(splits), hidden)
+        for counts in (splits, torch.tensor(splits, device=DEVICE)):
+            outs = run(comms, lambda comm, x=x, c=counts: comm.combine(x[comm.rank], "multimem", splits=c))
+            got = torch.cat([out[:n] for out, n in zip(outs, splits, strict=True)])
+            assert torch.equal(bits(got.cpu()), bits(contract.sum([t.cpu() for t in x])))
+    for comm in comms:
+        comm.transport.nvls.distrust("rank 2: the switch gave 0x0")
+    assert "rank 2: the switch gave" in str(comms[0].plan("multimem"))
+    again = run(comms, lambda comm: comm.combine(x[comm.rank], "multimem", splits=splits))
+    assert torch.equal(bits(torch.cat(again)), bits(got))
