@@ -114,13 +114,12 @@ def split(generator: Generator, world: int, n: int) -> Tensor:
 
 
 def edges(generator: Generator, world: int, n: int) -> Tensor:
-    """Powers of two around the edges of a window's anchors and of fixed-point limbs, half of them cancelling."""
+    """Powers of two around the edges of a window's anchors and of fixed-point limbs, the largest cancelling."""
     edge = torch.tensor([-96, -80, -40, -32, -16, 0, 7, 16, 32, 48, 54, 64, 96, 101, 112], device=generator.device)
     pick = torch.randint(0, len(edge), (n,), generator=generator, device=generator.device)
     e = edge[pick].to(torch.int32) + _integers(generator, -1, 1, n)
-    rows = [power(e - _integers(generator, 0, 100, n)) * _signs(generator, n) for _ in range(min(world, 6))]
-    large = power(e)
-    return _deal(generator, [large, -large, *rows][: max(world, 2)], world)
+    rest = [power(e - _integers(generator, 0, 130, n)) * _signs(generator, n) for _ in range(2)]
+    return _deal(generator, [power(e), -power(e), *rest], world)
 
 
 def order(generator: Generator, world: int, n: int) -> Tensor:
