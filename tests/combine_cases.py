@@ -198,7 +198,7 @@ def check_rows(comm: Communicator) -> Iterator[str]:
 
 
 def check_zero_copy(comm: Communicator) -> Iterator[str]:
-    """A buffer written in place gives the bits of an ordinary operand; two at a time; the first rows of one, or none."""
+    """A buffer written in place gives the bits of an ordinary operand; two at once; the first rows of one, or none."""
     size, rank = comm.size, comm.rank
     splits = [2] * size
     for seed in range(3):

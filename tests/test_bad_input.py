@@ -1,4 +1,4 @@
-"""The table of bad input: an error on every rank that names the rank and both values, and a communicator that goes on."""
+"""The table of bad input: an error on every rank that names the rank and both values; the next call works."""
 
 from __future__ import annotations
 
@@ -164,7 +164,10 @@ def _works(ranks: Ranks[Communicator]) -> None:
 
 # What ranks call that each is right by itself; words that every rank reads.
 DIFFERENT: dict[str, tuple[Callable[[int], Call], tuple[str, ...]]] = {
-    "hidden": (lambda r: _combine(torch.ones(6, 5 + (r == 2))), ("rank 0 combine(hidden=5)", "rank 2 combine(hidden=6)")),
+    "hidden": (
+        lambda r: _combine(torch.ones(6, 5 + (r == 2))),
+        ("rank 0 combine(hidden=5)", "rank 2 combine(hidden=6)"),
+    ),
     "splits": (
         lambda r: _combine(splits=[2, 2, 2] if r else [6, 0, 0]),
         ("rank 0 combine(splits=(6, 0, 0))", "rank 1 combine(splits=(2, 2, 2))"),
@@ -173,7 +176,10 @@ DIFFERENT: dict[str, tuple[Callable[[int], Call], tuple[str, ...]]] = {
         lambda r: _combine(mode="ordered" if r == 1 else "exact"),
         ("rank 0 combine(contract=exact/1)", "rank 1 combine(contract=ordered/1)"),
     ),
-    "rows": (lambda r: _combine(torch.ones(6 + 3 * (r == 2), 5)), ("splits=(2, 2, 2)", "rank 2 combine(splits=(3, 3, 3))")),
+    "rows": (
+        lambda r: _combine(torch.ones(6 + 3 * (r == 2), 5)),
+        ("splits=(2, 2, 2)", "rank 2 combine(splits=(3, 3, 3))"),
+    ),
     "operation": (lambda r: _dispatch() if r == 2 else _combine(), ("rank 0 combine(", "rank 2 dispatch(")),
     "dtype": (
         lambda r: _dispatch(_x(dtype=torch.float16 if r == 1 else torch.float32)),

@@ -236,7 +236,7 @@ def test_two_threads_of_one_rank_are_refused() -> None:
         assert torch.equal(outcome[0], torch.full((1, 2), 2.0))
 
 
-# ------------------------------------------------------------------------------------------------------ buffers, watched
+# ----------------------------------------------------------------------------------------------------- buffers, watched
 
 
 def test_writing_to_a_released_buffer_is_caught_in_debug_mode() -> None:
