@@ -50,9 +50,14 @@ def _exact_slots(
     K: tl.constexpr, GROUPS: tl.constexpr, HAS_MAP: tl.constexpr, ROWS_BF16: tl.constexpr, PRODUCT: tl.constexpr,
     WEIGHT_BF16: tl.constexpr,
 ):  # fmt: skip
-    """The exact sum of the addends at places [begin, end), rounded to odd into fp64."""
+    """The exact sum of the addends at places [begin, end), rounded to odd into fp64.
+
+    The loops count from 0: Triton 3.6 takes a value that an outer loop carries for dead where it is an inner loop's
+    bound and nothing else (its pull request 9036 says so), and every sum would begin at place 0.
+    """
     plain = tl.zeros_like(columns).to(tl.float64)
-    for i in range(begin, end):
+    for n in range(0, end - begin):
+        i = begin + n
         row = row_at(places, first, i, tokens, K, HAS_MAP)
         raw = load_row(rows, row, stride, num_rows, columns, hidden)
         weight = 0.0
@@ -65,7 +70,8 @@ def _exact_slots(
         c = slice_constant(j, WIDTH)
         above = slice_constant(j + 1, WIDTH)
         total = carry
-        for i in range(begin, end):
+        for n in range(0, end - begin):
+            i = begin + n
             row = row_at(places, first, i, tokens, K, HAS_MAP)
             raw = load_row(rows, row, stride, num_rows, columns, hidden)
             weight = 0.0
