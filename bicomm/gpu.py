@@ -16,6 +16,7 @@ from torch import Tensor
 from bicomm import barrier, exact, gather, multimem, ordered, owner
 from bicomm.call import Gather, Pull, Reduce, Sync
 from bicomm.contract import Contract
+from bicomm.copy_in import copy_in
 from bicomm.errors import Aborted, BicommError, CallMismatch, CaptureError, PeerRefused, PeerTimeout
 from bicomm.header import first_line
 from bicomm.link import Link
@@ -198,7 +199,7 @@ class GpuTransport(Transport):
         if self.size == 1 and x.is_contiguous():  # nobody else reads it
             return _Operand(Place(0, x.data_ptr(), 0, self._nothing), None)
         at = self.take(rows * x.shape[1] * x.dtype.itemsize)
-        at.view(tuple(x.shape), x.dtype).copy_(x)
+        copy_in(x, at.view(tuple(x.shape), x.dtype), self._words())
         return _Operand(at, self._arenas)
 
     def _largest(self, rows: int, operation: str) -> int:
