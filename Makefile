@@ -2,6 +2,7 @@
 #   make demo      eight ranks combine the output of an MoE layer in every mode
 #   make test      the tests that a change must pass;  make test ARGS="tests/test_world.py -x"
 #   make test-all  those and the long ones
+#   make test-gpu  the tests that need a GPU (eight ranks share one);  make memcheck  some of them under compute-sanitizer
 #   make lint      ruff and mypy;  make format lets ruff repair what it can
 
 SHELL := /bin/bash
@@ -15,7 +16,10 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 ARGS ?=
 
-.PHONY: demo test test-all lint format clean
+# Eight processes may share one GPU, and multicast stays off: see tests/gpu/.
+GPU := TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1
+
+.PHONY: demo test test-all test-gpu memcheck lint format clean
 
 demo: $(READY)
 	launch/torchrun.sh -m bicomm.demo $(ARGS)
@@ -25,6 +29,13 @@ test: $(READY)
 
 test-all: $(READY)
 	$(PY) -m pytest --long $(ARGS)
+
+test-gpu: $(READY)
+	$(GPU) $(PY) -m pytest tests/gpu $(ARGS)
+
+memcheck: $(READY)
+	$(GPU) compute-sanitizer --tool memcheck --error-exitcode 9 $(PY) -m pytest tests/gpu/test_local_world.py \
+		-k "memcheck or (bits and exact)" --timeout 600 $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

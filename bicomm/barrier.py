@@ -216,9 +216,7 @@ def enter(
 
 
 @triton.jit
-def leave(
-    opened, mine, page, outcome, patience, rank, W: tl.constexpr, LANES: tl.constexpr, SOFT: tl.constexpr
-):
+def leave(opened, mine, page, outcome, patience, rank, W: tl.constexpr, LANES: tl.constexpr, SOFT: tl.constexpr):
     """Close a call: the last block tells every rank that this one has read all it needs, and waits for theirs."""
     peers, generation, epoch = opened
     tl.debug_barrier()

@@ -146,7 +146,7 @@ class Communicator:
         return dataclasses.replace(self._facts, multicast=taken_back) if taken_back else self._facts
 
     def memory(self) -> dict[str, int]:
-        """Bytes of symmetric memory on this rank: `held`, and of these `in_use`."""
+        """Bytes of symmetric memory on this rank: `held`; of these `in_use`, and on GPUs `captured` by CUDA graphs."""
         return self._transport.memory()
 
     def __repr__(self) -> str:
@@ -278,7 +278,11 @@ class Communicator:
         self._transport.recover()
 
     def suspend(self) -> None:
-        """Give the symmetric memory back. Called by all ranks; the next call, or `resume`, takes it again."""
+        """Give the symmetric memory back. Called by all ranks; the next call, or `resume`, takes it again.
+
+        What captured CUDA graphs hold stays, at its address, so they stay valid: `memory()["captured"]` bytes. To have
+        those too, drop the graphs and make a new communicator.
+        """
         if len(self._acquired):
             raise RuntimeError(f"{len(self._acquired)} acquired buffers are still in use: leave their blocks first")
         self._acquired.check_released(self.rank)

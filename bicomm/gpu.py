@@ -195,6 +195,7 @@ class GpuTransport(Transport):
         """The operand in symmetric memory: where it is already, or a copy in a place for `rows` rows."""
         self._ready()
         if place is not None:
+            place.buffer.pinned |= torch.cuda.is_current_stream_capturing()
             return _Operand(place, None)
         if self.size == 1 and x.is_contiguous():  # nobody else reads it
             return _Operand(Place(0, x.data_ptr(), 0, self._nothing), None)
@@ -226,7 +227,8 @@ class GpuTransport(Transport):
 
     def memory(self) -> dict[str, int]:
         held = self._arenas.capacity + self._control.capacity
-        return {"held": held, "in_use": self._arenas.in_use + self._control.capacity}
+        used = self._arenas.in_use + self._control.capacity
+        return {"held": held, "in_use": used, "captured": self._arenas.captured}
 
     def suspend(self) -> None:
         torch.cuda.synchronize(self.device)

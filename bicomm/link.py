@@ -64,7 +64,7 @@ class LocalWorld:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size, self.device = size, device
-        self.buffers: list[list[SymmetricBuffer]] = []
+        self.buffers: dict[int, dict[int, SymmetricBuffer]] = {}  # by number of the allocation, until a rank takes its own
         self.texts = [""] * size
         self.recovering: dict[int, tuple[int, Callable[[int], None]]] = {}
 
@@ -77,10 +77,12 @@ class LocalLink:
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         world, number = self._world, self._asked
-        if number == len(world.buffers):
-            world.buffers.append(cuda.make_local_buffers(world.size, world.device, nbytes))
+        if number not in world.buffers:
+            world.buffers[number] = dict(enumerate(cuda.make_local_buffers(world.size, world.device, nbytes)))
             torch.cuda.synchronize(world.device)
-        mine = world.buffers[number][self._rank]
+        mine = world.buffers[number].pop(self._rank)
+        if not world.buffers[number]:
+            del world.buffers[number]
         if mine.capacity < nbytes:
             raise CallMismatch(
                 f"rank {self._rank} asked for {nbytes:,} bytes of symmetric memory where another rank asked for "

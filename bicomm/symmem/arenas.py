@@ -98,8 +98,16 @@ class Arenas:
         return None
 
     def clear(self) -> None:
-        """Give all memory back. Places that are still out keep their own until they are dropped."""
-        self._buffers = {}
+        """Give the memory back, except what captured graphs hold: their addresses stay, and so they stay valid.
+
+        Places that are still out keep their own memory until they are dropped.
+        """
+        self._buffers = {number: buffer for number, buffer in self._buffers.items() if buffer.pinned}
+
+    @property
+    def captured(self) -> int:
+        """Bytes that captured graphs hold on this rank."""
+        return sum(buffer.capacity for buffer in self._buffers.values() if buffer.pinned)
 
     @property
     def capacity(self) -> int:

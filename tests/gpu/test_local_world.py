@@ -248,7 +248,7 @@ def test_a_write_after_release_is_caught_in_debug_mode() -> None:
 
 
 def owner_case(ep: int, experts: int, tokens: int, k: int, hidden: int, seed: int) -> tuple[Any, ...]:
-    """Rows of every (expert, token), placed on `ep` ranks by a seeded permutation of the experts; the same rows for any."""
+    """Rows of every (expert, token), on `ep` ranks by a seeded permutation of the experts; the same rows for any."""
     generator = torch.Generator().manual_seed(7)
     rows = (torch.randn(experts, tokens, hidden, generator=generator) * 8).bfloat16()
     chosen = torch.stack([torch.randperm(experts, generator=generator)[:k] for _ in range(tokens)])
@@ -452,6 +452,7 @@ def test_memory_is_given_back_and_taken_again(comms: list[Communicator]) -> None
     for comm in comms:
         comm.suspend()
     assert comms[0].memory()["held"] < held
+    assert comms[0].memory()["captured"] == 0
     after = run(comms, lambda comm: comm.combine(x[comm.rank], "exact"))
     assert torch.equal(torch.cat(before), torch.cat(after))
 
@@ -494,3 +495,38 @@ def test_the_switchs_whole_path_with_its_load_in_software(comms: list[Communicat
     assert "rank 2: the switch gave" in str(comms[0].plan("multimem"))
     again = run(comms, lambda comm: comm.combine(x[comm.rank], "multimem", splits=splits))
     assert torch.equal(bits(torch.cat(again)), bits(got))
+
+
+def test_graphs_stay_valid_while_the_memory_is_suspended(comms: list[Communicator]) -> None:
+    x = partials(16, 64)
+    run(comms, lambda comm: comm.combine(x[comm.rank], "exact"))
+    graph, outs, main = torch.cuda.CUDAGraph(), [], torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=main):
+        for comm in comms:
+            comm.stream.wait_stream(main)
+            with torch.cuda.stream(comm.stream):
+                outs.append(comm.combine(x[comm.rank], "exact"))
+            main.wait_stream(comm.stream)
+    for comm in comms:
+        comm.suspend()
+        assert comm.memory()["captured"] > 0
+    torch.cuda.empty_cache()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(bits(torch.cat(outs).cpu()), bits(Contract("exact").sum([t.cpu() for t in x])))
+
+
+def test_compiled_code_keeps_every_collective_and_its_bits() -> None:
+    comm = bicomm.local_world(1, device=DEVICE, mode="exact")[0]
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        comm.combine(x * 3)  # unused
+        return comm.combine(x * 2) + comm.dispatch(comm.combine(x * 2), splits=[x.shape[0]])
+
+    x = torch.randn(6, 64, device=DEVICE, requires_grad=True)
+    compiled = torch.compile(layer, fullgraph=True)
+    got, want = compiled(x), layer(x)
+    assert torch.equal(bits(got.detach()), bits(want.detach()))
+    grads = [torch.autograd.grad(y.sum(), x)[0] for y in (got, want)]
+    assert torch.equal(grads[0], grads[1])
+    torch._dynamo.reset()
