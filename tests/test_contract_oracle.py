@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import oracle
 import pytest
 import torch
-from families import FAMILIES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import oracle
 from bicomm.contract import Contract
+from families import FAMILIES
 
 COUNTS = (1, 2, 3, 5, 8, 72, 128, 300)
 WINDOWS = ((16, 95, 86), (16, 60, 50), (8, 40, 40), (1, 24, 1), (32, 120, 110), (128, 300, 200), (5, 512, 512))
