@@ -9,10 +9,11 @@ import time
 from typing import Any
 
 import torch
+from ranks import run_ranks
 
 import bicomm
 from bicomm.contract import Contract
-from ranks import run_ranks
+from engine_ranks import engine_and_mirror
 
 W = 8
 ENVIRONMENT = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -120,3 +121,8 @@ def test_a_late_rank_is_named_gets_the_error_too_and_recovers() -> None:
         assert told["again"]
         if result.rank != 3:
             assert told["nan"] and told["waited"] < 12
+
+
+def test_the_executors_and_the_mirror_agree() -> None:
+    for result in run_ranks(W, engine_and_mirror, True, launcher="spawn", timeout=300, env=ENVIRONMENT):
+        assert result.value["wrong"] == [], (result.rank, result.value)
