@@ -1,6 +1,6 @@
-"""Time of the contract functions as the CPU executor: 8 x 4096 x 2048 fp32, one thread; JSON on standard output.
+"""Time of the contract functions as the CPU executor: 8 x 4096 x 2048 fp32, one thread; JSON in bench/results.
 
-    python bench/contract.py [--out FILE] [--repeat 3]
+    python bench/contract.py [--repeat 3]
 
 `normal` is torch.randn; `hard` has exponents spread over +-60 binades, so that every element needs several slices.
 The bounds are those of the project's plan for `exact`: 0.6 s on normal and 1.5 s on hard data.
@@ -9,14 +9,11 @@ The bounds are those of the project's plan for `exact`: 0.6 s on normal and 1.5 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import pathlib
-import platform
 import statistics
 import sys
 import time
 
+import common
 import torch
 
 from bicomm.contract import EXACT, FP64, GB200_WINDOW, ORDERED
@@ -33,17 +30,8 @@ def data(kind: str) -> torch.Tensor:
     return x
 
 
-def processor() -> str:
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--repeat", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -64,20 +52,7 @@ def main() -> int:
                 f"{contract.id:24s} {kind:7s} {row['seconds']:.3f} s" + (f" (bound {bound})" if bound else ""),
                 file=sys.stderr,
             )
-    record = {
-        "benchmark": "contract",
-        "shape": [W, T, H],
-        "threads": 1,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": {"processor": processor(), "system": platform.platform()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "results": rows,
-    }
-    text = json.dumps(record, indent=1)
-    if arguments.out:
-        arguments.out.write_text(text + "\n")
-    else:
-        print(text)
+    print(common.save("contract", rows, shape=[W, T, H], threads=1), file=sys.stderr)
     return int(any(row["bound"] is not None and row["seconds"] > row["bound"] for row in rows))
 
 
