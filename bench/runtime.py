@@ -19,7 +19,7 @@ import bicomm
 from bicomm import exact
 from bicomm.call import Reduce, Sync
 from bicomm.communicator import Communicator
-from bicomm.gpu_group import rehearsal
+from bicomm.local_gpu import rehearsal
 
 W, HIDDEN = 8, 2048
 DEVICE = torch.device("cuda")

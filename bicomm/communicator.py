@@ -18,7 +18,8 @@ from bicomm import plan as _plan
 from bicomm.arguments import Mode
 from bicomm.contract import OWNER, Contract
 from bicomm.errors import BicommError
-from bicomm.establish import Request, establish
+from bicomm.establish import establish
+from bicomm.request import Request
 from bicomm.transport import Asked, Rows, Transport
 from bicomm.zerocopy import Acquired
 
@@ -72,7 +73,9 @@ class Communicator:
         where = torch.device("cpu")
         try:
             where = torch.device(device)
-            request = Request.checked(max_tokens, hidden, mode, strict, where, share_memory, timeout, debug, check_every)
+            request = Request.checked(
+                max_tokens, hidden, mode, strict, where, share_memory, timeout, debug, check_every
+            )
         except (TypeError, ValueError, RuntimeError) as refusal:
             request = refusal  # the others must learn it
         transport, facts = establish(group, where, request)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,17 +14,15 @@ import torch.distributed as dist
 from bicomm import barrier
 from bicomm.agree import StoreSync
 from bicomm.alltoall import AllToAllTransport, Wire
-from bicomm.arguments import Mode
 from bicomm.capability import identity, multicast_refusal
-from bicomm.communicator import Communicator, LocalRank
 from bicomm.contract import Contract
 from bicomm.errors import NoSharedMemory
-from bicomm.establish import Request
 from bicomm.gpu import GpuTransport
-from bicomm.link import LocalLink, LocalWorld, StoreLink
+from bicomm.link import StoreLink
 from bicomm.nvls import Nvls, decide
 from bicomm.peers import this_process
 from bicomm.plan import Facts
+from bicomm.request import Request
 from bicomm.symmem.buffer import SymmetricBuffer
 from bicomm.symmem.cuda import make_local_buffers
 from bicomm.transport import Transport
@@ -116,42 +113,3 @@ def _why_apart(sync: StoreSync, device: torch.device) -> str:
     if len(set(told)) < len(told) and os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") != "1":
         return "several ranks share a GPU, which torch allows with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 only"
     return ""
-
-
-def local_gpu_world(
-    size: int, mode: Mode | None, device: torch.device, timeout: float, debug: bool
-) -> list[Communicator]:
-    """W communicators on one GPU, each with its own stream: see `bicomm.local_world`."""
-    device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
-    world = LocalWorld(size, device)
-    controls = make_local_buffers(size, device, 8 * barrier.control_words(size))
-    facts = Facts("cuda", size, "", "a local world has no multicast memory")
-    comms = []
-    for rank in range(size):
-        transport = GpuTransport(rank, size, device, controls[rank], LocalLink(world, rank), timeout, timeout)
-        transport.blocks_limit = max(1, torch.cuda.get_device_properties(device).multi_processor_count // size)
-        comm = LocalRank(transport, facts, device).communicator(rank, mode, debug)
-        comm.stream = torch.cuda.Stream(device)
-        comms.append(comm)
-    return comms
-
-
-@contextmanager
-def rehearsal(comms: Sequence[Communicator]) -> Iterator[None]:
-    """For a local world on a GPU: calls in this block compile and load their kernels and grow the memory, and wait for
-    nobody; their results are NaN.
-
-    CUDA may load a kernel only while no other runs, so the first call of one rank would wait for another rank's kernel
-    that waits for it. Make each call once, on every rank, in a rehearsal before the first one that counts.
-    """
-    transports = [comm.transport for comm in comms]
-    torch.cuda.synchronize(comms[0].device)
-    for transport in transports:
-        assert isinstance(transport, GpuTransport)
-        transport.begin_rehearsal()
-    try:
-        yield
-    finally:
-        torch.cuda.synchronize(comms[0].device)
-        for comm in comms:
-            comm.recover()

@@ -25,7 +25,7 @@ def local_world(
     """W communicators in this process: for tests, for timing on one GPU, and for notebooks without a launcher.
 
     On a CPU, call each from its own thread, since a collective waits for the others. On a GPU each has its own stream,
-    `comm.stream`, and one thread can issue all of them (see gpu_group.rehearsal). debug: as for `Communicator`.
+    `comm.stream`, and one thread can issue all of them (see local_gpu.rehearsal). debug: as for `Communicator`.
 
         comms = bicomm.local_world(8, mode="exact")
         with ThreadPoolExecutor(8) as pool:
@@ -35,7 +35,7 @@ def local_world(
         raise ValueError(f"a world has at least one rank, got {size}")
     where = torch.device(device)
     if where.type == "cuda":
-        from bicomm.gpu_group import local_gpu_world
+        from bicomm.local_gpu import local_gpu_world
 
         return local_gpu_world(size, mode, where, timeout, debug)
     control = np.zeros(control_bytes(size), np.uint8)

@@ -38,7 +38,7 @@ def partial_of(case: Case, rank: int, contract: Contract) -> torch.Tensor:
 
 
 def engine_and_mirror(few: bool) -> dict[str, Any]:
-    """Combine on all ranks in every mode and every preset's tree; the mirror of this rank's tokens, computed here alone.
+    """Combine on all ranks in every mode and preset's tree; the mirror of this rank's tokens, computed here alone.
 
     Returns the pairs (mode, tree, family number) in which a bit differs, and how many were compared.
     """

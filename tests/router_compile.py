@@ -29,12 +29,13 @@ from bicomm.model_hooks import (
     z_loss_kernel,
 )
 
-I32 = dict.fromkeys(
-    ("T", "row_stride", "grad_stride", "slots", "num_experts", "rows", "cols", "rows_per_block", "blocks"), "i32"
-)
+INTEGERS = (
+    "T", "row_stride", "grad_stride", "slots", "num_experts", "rows", "cols", "rows_per_block", "blocks", "M", "N", "K",
+)  # fmt: skip
+STRIDES = ("a_row", "a_col", "b_row", "b_col")  # of the gate: the only integers whose value may become a constant
 F32 = dict.fromkeys(("scale", "c_host", "start"), "fp32")
 COMMON = {
-    **I32, **F32, "padding": "*u8", "routing_map": "*u8", "ids": "*i64", "fixed_ids": "*i64", "counts": "*i64",
+    **F32, "padding": "*u8", "routing_map": "*u8", "ids": "*i64", "fixed_ids": "*i64", "counts": "*i64",
     "total": "*i64", "sums": "*i64", "ticket": "*i32",
 }  # fmt: skip
 ROUTE: dict[str, Any] = {
@@ -51,9 +52,7 @@ BACK: dict[str, Any] = {
     "DENSE": False, "R": 1,
 }  # fmt: skip
 AUX = {"TILE_ROWS": 16, "TILE_COLS": 128, "WIDE": True, "PADDING": False}
-PRODUCT = {
-    **dict.fromkeys(("M", "N", "K", "a_row", "b_col"), "i32"), "a": "*bf16", "b": "*bf16",
-}  # fmt: skip
+PRODUCT = {"a": "*bf16", "b": "*bf16", "a_row": "i32", "b_col": "i32"}
 # kernel, constants, pointers that are not fp32, warps
 KERNELS: list[tuple[Any, dict[str, Any], dict[str, str], int]] = [
     (router_kernel.route_forward, ROUTE, {}, 1),
@@ -92,24 +91,52 @@ def usage(cubin: bytes) -> dict[str, int]:
     return {name.lower(): int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
 
 
+def integers(kernel: Any) -> dict[str, str]:
+    """Runtime integers of a kernel, by their annotations: what the launcher makes of them, also where they are 1."""
+    return {p.name: p.annotation_type for p in kernel.params if p.annotation_type in ("i32", "i64")}
+
+
+def build(
+    kernel: Any, constants: dict[str, Any], pointers: dict[str, str], warps: int, arch: int, kind: str
+) -> dict[str, Any]:
+    names = kernel.arg_names
+    kinds = {
+        n: "constexpr" if n in constants else integers(kernel).get(n, pointers.get(n, COMMON.get(n, "*fp32")))
+        for n in names
+    }
+    source = ASTSource(kernel, kinds, {(names.index(n),): v for n, v in constants.items()})
+    options = {"num_warps": warps, "enable_fp_fusion": False, "num_stages": 3}
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    ptx = built.asm["ptx"]
+    return {
+        "kernel": kernel.__name__,
+        "arch": arch,
+        "kind": kind,
+        "launcher's ones": launched_ones(kernel),
+        "fma": len(re.findall(r"\bfma\.rn\.f", ptx)),
+        "float atomics": len(re.findall(r"\b(?:atom|red)\.\S*add\S*\.f\d", ptx)),
+        "approximate": len(re.findall(r"\.approx|\.ftz|div\.full", ptx)),
+        **usage(built.asm["cubin"]),
+    }
+
+
+def launched_ones(kernel: Any) -> list[str]:
+    """Integers that a launch with 1 turns into constants, which have no `.to`: only the gate's strides may."""
+    plain = [p for p in kernel.params if not p.is_constexpr]
+    scalars = {p.name for p in plain if p.name in (*INTEGERS, *STRIDES)}
+    return sorted(scalars - set(integers(kernel)))
+
+
 def main() -> None:
+    seen = set()
     for kernel, constants, pointers, warps in KERNELS:
-        names = kernel.arg_names
-        kinds = {n: "constexpr" if n in constants else pointers.get(n, COMMON.get(n, "*fp32")) for n in names}
-        source = ASTSource(kernel, kinds, {(names.index(n),): v for n, v in constants.items()})
         for arch in (90, 100):
-            options = {"num_warps": warps, "enable_fp_fusion": False, "num_stages": 3}
-            built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-            ptx = built.asm["ptx"]
-            record = {
-                "kernel": kernel.__name__,
-                "arch": arch,
-                "fma": len(re.findall(r"\bfma\.rn\.f", ptx)),
-                "float atomics": len(re.findall(r"\b(?:atom|red)\.\S*add\S*\.f\d", ptx)),
-                "approximate": len(re.findall(r"\.approx|\.ftz|div\.full", ptx)),
-                **usage(built.asm["cubin"]),
-            }
-            print(json.dumps(record))
+            print(json.dumps(build(kernel, constants, pointers, warps, arch, "usual")))
+        if kernel.__name__ not in seen:
+            # every integer 1, and a constant: the hardest that a launcher of any version could make of it
+            seen.add(kernel.__name__)
+            ones = dict.fromkeys((n for n in kernel.arg_names if n in (*integers(kernel), *STRIDES)), 1)
+            print(json.dumps(build(kernel, {**constants, **ones}, pointers, warps, 90, "ones")))
 
 
 if __name__ == "__main__":

@@ -94,11 +94,11 @@ def _step(state: State, r: int, rules: Rules) -> State | None:
     if me.at == "second":
         return arrive(at="wait") if rules.message_first else write(early=False, at="wait")
     if me.at == "wait":
-        return go(at="raise") if rules.watch and _is_lost(state, me, rules) else go(at="look")
-    if me.at == "look":
         mark = (me.epoch, me.count) if rules.epochs else (0, me.count)
         here = all((epoch if rules.epochs else 0, count) >= mark for epoch, count in state.arrived)
-        return go(at="read") if here else go(at="wait")
+        return go(at="read") if here else go(at="watch")
+    if me.at == "watch":
+        return go(at="raise") if rules.watch and _is_lost(state, me, rules) else go(at="wait")
     if me.at == "read":
         message = state.slots[(me.count - 1) % rules.slots][me.read]
         if message != (me.epoch, me.count):

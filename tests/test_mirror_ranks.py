@@ -1,4 +1,4 @@
-"""The executors on eight processes, and the mirror in one, agree bit for bit: every mode, presets, adversarial families."""
+"""Executors on eight processes and the mirror in one agree bit for bit: every mode, presets, adversarial families."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 import bicomm
 from bicomm.communicator import Communicator
 from bicomm.contract import Contract
-from bicomm.gpu_group import rehearsal
+from bicomm.local_gpu import rehearsal
 from bicomm.nvls import Nvls
 
 W = 8
