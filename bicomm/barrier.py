@@ -1,20 +1,21 @@
 """Device barriers: two small Triton functions that open and close every kernel which reads other ranks' memory.
 
-Every rank has control words in symmetric memory. `enter` pushes this rank's arrival into every rank's words (a release at
-system scope) and waits until all arrivals are there (an acquire). `leave`, in the last block to finish, does the same with
-a second set of words, so that nobody writes an operand that somebody still reads. A call thus has one launch: barrier,
-work, barrier. Only block 0 signals, all blocks poll, the last block advances the generation: no block waits for another
-block of its own grid, so a grid may be larger than the GPU.
+Every rank has control words in symmetric memory. `enter` pushes this rank's arrival into every rank's words (a
+release at system scope) and waits until all arrivals are there (an acquire). `leave`, in the last block to finish,
+does the same with a second set of words, so that nobody writes an operand that somebody still reads. A call thus has
+one launch: barrier, work, barrier. Only block 0 signals, all blocks poll, the last block advances the generation: no
+block waits for another block of its own grid, so a grid may be larger than the GPU.
 
 A flag is `generation * 2**24 + mark`: the number of the call, and a check sum of this rank's header, so that one load
 tells both that a peer is there and that it entered the same call. Generations are kept in memory, so a replayed graph
 counts on. The first rank whose wait runs out of time leaves a record and the LOST word with all ranks; from then on
-kernels fill their results with NaN and end at once. `recover()` on the host opens the next epoch, in which LOST is behind
-again, and sets all ranks to a generation beyond every flag that was ever pushed.
+kernels fill their results with NaN and end at once. `recover()` on the host opens the next epoch, in which LOST is
+behind again, and sets all ranks to a generation beyond every flag that was ever pushed.
 
-Memory patterns: a release pushes what this rank wrote before (operands, header) ahead of its flag; an acquire makes the
-peers' writes visible after it. Both are `.sys`, and a block-wide barrier beside each extends them to all threads. What
-`enter` needs from memory is loaded at once: a chain of loads would cost some 0.6 us each (20 us a barrier, when tried).
+Memory patterns: a release pushes what this rank wrote before (operands, header) ahead of its flag; an acquire makes
+the peers' writes visible after it. Both are `.sys`, and a block-wide barrier beside each extends them to all threads.
+What `enter` needs from memory is loaded at once: a chain of loads would cost some 0.6 us each (20 us a barrier, when
+tried).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

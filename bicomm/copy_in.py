@@ -1,7 +1,7 @@
 """The way of an operand into symmetric memory: a copy that a rank which has given up does not make any more.
 
-A rank that gave up waiting may be waited for by nobody, but a slower rank may still read its last operand. The copy looks
-at the LOST word first, as every kernel does, and leaves the operand alone.
+A rank that gave up waiting may be waited for by nobody, but a slower rank may still read its last operand. The copy
+looks at the LOST word first, as every kernel does, and leaves the operand alone.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

@@ -1,10 +1,10 @@
-"""The device protocol of bicomm/barrier.py, proved by enumeration: three ranks, two consecutive calls, every interleaving,
-at most one rank that gives up at any wait, and the recovery after it.
+"""The device protocol of bicomm/barrier.py, proved by enumeration: three ranks, two consecutive calls, every
+interleaving, at most one rank that gives up at any wait, and the recovery after it.
 
-compute-sanitizer's race checker sees shared memory only, so the barriers are checked here as a model. A rank's steps are
-those of the kernels: write the operand, push an arrival to each peer, wait, read each peer's operand, push a leave to each
-peer, wait. Safety: what is read is what that peer wrote for this very call. Liveness: no state is stuck. Each rule of the
-protocol is then removed in turn, and the enumeration must find the harm.
+compute-sanitizer's race checker sees shared memory only, so the barriers are checked here as a model. A rank's steps
+are those of the kernels: write the operand, push an arrival to each peer, wait, read each peer's operand, push a
+leave to each peer, wait. Safety: what is read is what that peer wrote for this very call. Liveness: no state is
+stuck. Each rule of the protocol is then removed in turn, and the enumeration must find the harm.
 """
 
 from __future__ import annotations
