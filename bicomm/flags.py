@@ -111,11 +111,11 @@ class FlagSync:
         last = time.monotonic()
         deadline, look, spins = last + self.timeout, last + _LOOK, 0
         while True:
+            behind = self._words[:, word] < mark
+            if not behind.any():  # also if the epoch was lost since: the messages stay until all ranks recover
+                return
             if not recovering:
                 self.check()
-            behind = self._words[:, word] < mark
-            if not behind.any():
-                return
             spins += 1
             if spins < _SPINS:
                 os.sched_yield()

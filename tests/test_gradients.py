@@ -196,22 +196,22 @@ def test_a_rank_that_runs_without_gradients_cannot_join_and_all_learn_it() -> No
 # ------------------------------------------------------------------------------------------------------ combine_rows
 
 
-def _gathered(case: dict[str, Any], size: int) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """All ranks' rows below each other, where each rank's begin, and every rank's maps into that."""
+def _gathered(case: dict[str, Any], size: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """All ranks' rows below each other, every rank's map into that, and every rank's weights."""
     starts = torch.tensor([0, *itertools.accumulate(len(rows) for rows in case["rows"])])
     flat = [torch.where(rank < 0, -1, row + starts[rank]) for row, rank, _ in case["maps"]]
-    return torch.cat(case["rows"]), starts, flat, [maps[2] for maps in case["maps"]]
+    return torch.cat(case["rows"]), flat, [maps[2] for maps in case["maps"]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("weighted", [True, False])
 def test_gradients_of_combine_rows(dtype: torch.dtype, slots: int, weighted: bool) -> None:
-    """Against the definition, written out by hand: an exact sum over the uses of a row, an exact inner product a slot."""
+    """Against the definition, written out: an exact sum over the uses of a row, an exact inner product a slot."""
     size, hidden = 3, 6
     for seed in range(4):
         case = rows_case(size, seed, slots, dtype, hidden)
-        rows, starts, flat, weights = _gathered(case, size)
+        rows, flat, weights = _gathered(case, size)
         upstream = [partials("spread", 1, max(len(f), 1), hidden, seed + r)[0][: len(f)] for r, f in enumerate(flat)]
         uses: list[list[Tensor]] = [[] for _ in range(len(rows))]
         to_weights = [torch.zeros(f.shape) for f in flat]
