@@ -73,7 +73,8 @@ def compile_forward(name: str, weighted: bool, capability: int, slots: int = 8, 
 
 def _backward(weighted: bool, capability: int) -> Any:
     constants: dict[str, Any] = {
-        "K": 8, "GROUPS": addends.TAGGED, "GRAD_BF16": False, "ROWS_BF16": True, "WEIGHT_BF16": False, "FILL": 32,
+        "K": 8, "GROUPS": addends.TAGGED, "GRAD_BF16": False, "ROWS_BF16": True, "WEIGHT_BF16": False, "SOFT": False,
+        "FILL": 32,
     }  # fmt: skip
     types: dict[str, str | None] = {
         "d_rows": "*i16", "d_probs": "*fp32", "grad": "*fp32", "rows": "*i16", "stride": "i32", "places": "*i32",
@@ -81,7 +82,7 @@ def _backward(weighted: bool, capability: int) -> Any:
         "hidden": "i32",
     }  # fmt: skip
     if weighted:
-        constants |= {"NEED_ROWS": True, "BLOCK": 2048}
+        constants |= {"NEED_ROWS": True, "AT_ONCE": 8, "BLOCK": 1024}
         return _compile(backward._weighted_kernel, types, constants, capability, 4)
     constants |= {"WEIGHTED": False, "BLOCK": 1024}
     return _compile(backward._scatter_kernel, types, constants, capability, 4)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bicomm.arithmetic import add_round_to_odd, from_bf16_bits, round_through_bf16
+from bicomm.arithmetic import add_round_to_odd, bf16_bits, from_bf16_bits, round_through_bf16
 
 LAST_BIT = tl.constexpr(30)  # as definition.LAST and SLOT
 SLOT_BITS = tl.constexpr((1 << 30) - 1)
@@ -57,6 +57,30 @@ def weight_at(probs, tags, first, i, row, K: tl.constexpr, GROUPS: tl.constexpr,
 
 
 @triton.jit
+def through_bf16(x, SOFT: tl.constexpr):
+    """fp32 rounded to nearest even into bf16, widened again: by one instruction, or its twin for the interpreter.
+
+    A NaN stays one; which, nobody may see.
+    """
+    if SOFT:
+        x = round_through_bf16(x)
+    else:
+        x = x.to(tl.bfloat16).to(tl.float32)
+    return x
+
+
+@triton.jit
+def narrow(x, SOFT: tl.constexpr):
+    """As `arithmetic.bf16_bits`, by one instruction a pair of values and one for NaN, or its twin."""
+    if SOFT:
+        bits = bf16_bits(x)
+    else:
+        bits = x.to(tl.bfloat16).to(tl.int16, bitcast=True)
+        bits = tl.where(x != x, tl.full([], 0x7FC0, tl.int16), bits)
+    return bits
+
+
+@triton.jit
 def addend(raw, weight, ROWS_BF16: tl.constexpr, PRODUCT: tl.constexpr):
     """The fp32 addend of raw row data: the row, or its rounded product with the weight (not with FMA)."""
     x = from_bf16_bits(raw) if ROWS_BF16 else raw
@@ -92,6 +116,11 @@ def accumulate(acc, x, weight, ACC: tl.constexpr, PRODUCT: tl.constexpr, SOFT: t
     else:
         acc = acc + x
     return acc
+
+
+def at_once(slots: int) -> int:
+    """How many slots a kernel takes together: the largest divisor of their number up to 8, so that none is left."""
+    return max(n for n in range(1, 9) if slots % n == 0) if slots else 1
 
 
 def interpreted() -> bool:

@@ -12,8 +12,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bicomm.arithmetic import bf16_bits, canonical_nan, from_bf16_bits
-from bicomm.mirror.addends import ALL, SLOT_BITS, TAGGED, load_row, on_device, raw_bits, row_at, weight_at
+from bicomm.arithmetic import canonical_nan, from_bf16_bits
+from bicomm.mirror.addends import (
+    ALL,
+    SLOT_BITS,
+    TAGGED,
+    at_once,
+    interpreted,
+    load_row,
+    narrow,
+    on_device,
+    raw_bits,
+    row_at,
+    weight_at,
+)
 
 
 @triton.jit
@@ -46,12 +58,12 @@ def _load_grad(grad, first, hidden, columns, limit, GRAD_BF16: tl.constexpr):
 
 
 @triton.jit
-def _store_row(d_rows, row, num_rows, hidden, columns, g, ROWS_BF16: tl.constexpr):
+def _store_row(d_rows, row, num_rows, hidden, columns, g, ROWS_BF16: tl.constexpr, SOFT: tl.constexpr):
     exists = (row >= 0) & (row < num_rows)
     inside = columns < tl.where(exists, hidden, 0)
     there = d_rows + tl.where(exists, row, 0) * hidden + columns
     if ROWS_BF16:
-        tl.store(there, bf16_bits(g), mask=inside)
+        tl.store(there, narrow(g, SOFT), mask=inside)
     else:
         tl.store(there, canonical_nan(g), mask=inside)
 
@@ -60,7 +72,7 @@ def _store_row(d_rows, row, num_rows, hidden, columns, g, ROWS_BF16: tl.constexp
 def _scatter_kernel(
     d_rows, grad, places, tags, probs, used, tokens, num_rows, hidden,
     K: tl.constexpr, GROUPS: tl.constexpr, GRAD_BF16: tl.constexpr, ROWS_BF16: tl.constexpr, WEIGHTED: tl.constexpr,
-    WEIGHT_BF16: tl.constexpr, FILL: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHT_BF16: tl.constexpr, SOFT: tl.constexpr, FILL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every slot's row gets its token's gradient (times its weight); rows without a slot get 0."""
     blocks = tl.cdiv(hidden, BLOCK)
@@ -74,38 +86,73 @@ def _scatter_kernel(
             row = row_at(places, first, i, tokens, K, True)
             if WEIGHTED:
                 weight = weight_at(probs, tags, first, i, row, K, GROUPS, WEIGHT_BF16)
-                _store_row(d_rows, row, num_rows, hidden, columns, weight * g, ROWS_BF16)
+                _store_row(d_rows, row, num_rows, hidden, columns, weight * g, ROWS_BF16, SOFT)
             else:
-                _store_row(d_rows, row, num_rows, hidden, columns, g, ROWS_BF16)
+                _store_row(d_rows, row, num_rows, hidden, columns, g, ROWS_BF16, SOFT)
+
+
+@triton.jit
+def _sum_of_neighbours(x, N: tl.constexpr):
+    """[N * FOLD] -> [N]: neighbours lie in one thread, so this needs no exchange."""
+    return tl.sum(tl.reshape(x, [N, x.shape[0] // N]), axis=1)
 
 
 @triton.jit
 def _weighted_kernel(
     d_rows, d_probs, grad, rows, stride, places, tags, probs, used, tokens, num_rows, hidden,
     K: tl.constexpr, GROUPS: tl.constexpr, GRAD_BF16: tl.constexpr, ROWS_BF16: tl.constexpr,
-    WEIGHT_BF16: tl.constexpr, NEED_ROWS: tl.constexpr, FILL: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHT_BF16: tl.constexpr, NEED_ROWS: tl.constexpr, SOFT: tl.constexpr, FILL: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As above, and every slot's weight gets the dot product of its row and the gradient; one program a token."""
+    """As above, and every slot's weight gets the dot product of its row and the gradient; one program a token.
+
+    AT_ONCE slots (a divisor of K) are taken together: each block of the gradient is read and widened once for them, and
+    each slot's sum is a register or two until the end of the row.
+    """
     if tl.program_id(0) >= tokens:
         _fill_unused(d_rows, used, tl.program_id(0) - tokens, num_rows, hidden, FILL, BLOCK)
     else:
         first = tl.program_id(0).to(tl.int64)
-        for i in range(K):
-            row = row_at(places, first, i, tokens, K, True)
-            slot = i
-            if GROUPS == TAGGED:
-                slot = tl.load(tags + first * K + i) & SLOT_BITS
-            weight = weight_at(probs, tags, first, i, row, K, GROUPS, WEIGHT_BF16)
-            dot = tl.zeros([BLOCK], tl.float64)
+        LANES: tl.constexpr = max(1, BLOCK // 8)
+        for base in range(0, K, AT_ONCE):
+            held = ()
+            dots = ()
+            for j in tl.static_range(AT_ONCE):
+                row = row_at(places, first, base + j, tokens, K, True)
+                weight = weight_at(probs, tags, first, base + j, row, K, GROUPS, WEIGHT_BF16)
+                held = held + ((row, weight),)  # noqa: RUF005 (Triton knows no stars)
+                dots = dots + (tl.zeros([LANES], tl.float64),)  # noqa: RUF005
             for start in range(0, hidden, BLOCK):
                 columns = start + tl.arange(0, BLOCK)
-                g = _load_grad(grad, first, hidden, columns, tl.where(row >= 0, hidden, 0), GRAD_BF16)
-                raw = load_row(rows, row, stride, num_rows, columns, hidden)
-                x = from_bf16_bits(raw) if ROWS_BF16 else raw
-                dot += x.to(tl.float64) * g.to(tl.float64)
-                if NEED_ROWS:
-                    _store_row(d_rows, row, num_rows, hidden, columns, weight * g, ROWS_BF16)
-            tl.store(d_probs + first * K + slot, canonical_nan(tl.sum(dot, axis=0).to(tl.float32)))
+                g = _load_grad(grad, first, hidden, columns, hidden, GRAD_BF16)
+                raws = ()
+                for j in tl.static_range(AT_ONCE):
+                    raws = raws + (load_row(rows, held[j][0], stride, num_rows, columns, hidden),)  # noqa: RUF005
+                sums = ()
+                for j in tl.static_range(AT_ONCE):
+                    row, weight = held[j]
+                    x = from_bf16_bits(raws[j]) if ROWS_BF16 else raws[j]
+                    part = _sum_of_neighbours(x.to(tl.float64) * g.to(tl.float64), LANES)
+                    sums = sums + (dots[j] + part,)  # noqa: RUF005
+                    if NEED_ROWS:
+                        _store_row(d_rows, row, num_rows, hidden, columns, weight * g, ROWS_BF16, SOFT)
+                dots = sums
+            for j in tl.static_range(AT_ONCE):
+                slot = base + j
+                if GROUPS == TAGGED:
+                    slot = tl.load(tags + first * K + base + j) & SLOT_BITS
+                total = tl.where(held[j][0] >= 0, tl.sum(dots[j], axis=0), 0.0)  # 0 also for a gradient that is NaN
+                tl.store(d_probs + first * K + slot, canonical_nan(total.to(tl.float32)))
+
+
+def scatter_tile(hidden: int) -> tuple[int, int]:
+    """Columns and warps of a program that writes a block of a token's gradient to the rows of its slots."""
+    return min(1024, triton.next_power_of_2(hidden)), 4
+
+
+def weighted_tile(hidden: int) -> tuple[int, int]:
+    """Columns of a turn and warps of a program that also takes dot products, over the whole row."""
+    return min(1024, triton.next_power_of_2(hidden)), 4
 
 
 def backward(
@@ -120,13 +167,13 @@ def backward(
     d_probs = torch.empty(places.shape if rows is not None else (0, 0), dtype=torch.float32, device=grad.device)
     if hidden == 0:
         return d_rows, d_probs.zero_()
-    block, fill = min(1024, triton.next_power_of_2(hidden)), 32
+    fill = 32
     used = torch.zeros(d_rows.shape[0], dtype=torch.uint8, device=grad.device)
     fillers = triton.cdiv(d_rows.shape[0], fill)
     groups = ALL if tags is None else TAGGED
     common = {
         "K": slots, "GROUPS": groups, "GRAD_BF16": grad.dtype == torch.bfloat16, "ROWS_BF16": dtype == torch.bfloat16,
-        "WEIGHT_BF16": weight_bf16, "FILL": fill, "enable_fp_fusion": False,
+        "WEIGHT_BF16": weight_bf16, "SOFT": interpreted(), "FILL": fill, "enable_fp_fusion": False,
     }  # fmt: skip
     with on_device(grad):
         if used.numel() and places.numel():
@@ -135,16 +182,17 @@ def backward(
             if rows.stride(1) != 1:
                 rows = rows.contiguous()
             if tokens + fillers:
-                # A whole row in one block, up to 8192 columns: then the compiler keeps the gradient in registers.
-                wide = min(8192, triton.next_power_of_2(hidden))
+                block, warps = weighted_tile(hidden)
                 _weighted_kernel[(tokens + fillers,)](
                     raw_bits(d_rows), d_probs, raw_bits(grad), raw_bits(rows), rows.stride(0), places, tags, probs,
-                    used, tokens, num_rows, hidden, NEED_ROWS=need_rows, BLOCK=wide,
-                    num_warps=max(1, min(16, wide // 512)), **common,
+                    used, tokens, num_rows, hidden, NEED_ROWS=need_rows, AT_ONCE=at_once(slots), BLOCK=block,
+                    num_warps=warps, **common,
                 )  # fmt: skip
-        elif tokens * triton.cdiv(hidden, block) + fillers:
+            return d_rows, d_probs
+        block, warps = scatter_tile(hidden)
+        if tokens * triton.cdiv(hidden, block) + fillers:
             _scatter_kernel[(tokens * triton.cdiv(hidden, block) + fillers,)](
                 raw_bits(d_rows), raw_bits(grad), places, tags, probs, used, tokens, num_rows, hidden,
-                WEIGHTED=probs is not None, BLOCK=block, num_warps=4, **common,
+                WEIGHTED=probs is not None, BLOCK=block, num_warps=warps, **common,
             )  # fmt: skip
     return d_rows, d_probs
