@@ -117,6 +117,18 @@ def tune(copy: float) -> list[Row]:
             for us, tile in sorted(times, key=lambda pair: pair[0])[:3]:
                 row = _row(f"{name}, {tile}", tokens, hidden, us, (W + 1) * tokens * hidden * 4, copy)
                 found.append(row)
+    for tokens, hidden in ((64, 7168), (4096, 2048), (4096, 7168)):
+        rows = torch.randn(W, tokens * TOPK // W, hidden, device=DEVICE).bfloat16()
+        shuffled = torch.randperm(tokens * TOPK, device=DEVICE).view(tokens, TOPK)
+        held, out = rows.shape[1], torch.empty(tokens, hidden, device=DEVICE)
+        pull = Pull(_addresses(rows), 0, 0, torch.bfloat16, out, shuffled % held, shuffled // held, rows=held)
+        times = []
+        for block, warps, per_sm in itertools.product((512, 1024, 2048), (2, 4, 8), (2, 4, 8, 16)):
+            if 4 <= block // (32 * warps) <= 16:
+                tile = Tile(block, warps, per_sm)
+                times.append((common.time_graph(lambda c=pull, t=tile: owner.pull(c, tile=t), replays=11), tile))
+        for us, tile in sorted(times, key=lambda pair: pair[0])[:3]:
+            found.append(_row(f"owner, {tile}", tokens, hidden, us, tokens * hidden * (TOPK * 2 + 4), copy))
     return found
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 
 from bicomm.certify.candidates import TRUSTED, VERDICTS
 from bicomm.contract import Contract
@@ -62,6 +61,8 @@ class Certificate:
 def directory() -> Path:
     """Where certificates live: `BICOMM_CERTIFICATES`, else the platform's folder for a user's data."""
     named = os.environ.get("BICOMM_CERTIFICATES")
+    import platformdirs  # only who looks for a certificate needs it
+
     return Path(named) if named else platformdirs.user_data_path("bicomm") / "certificates"
 
 
