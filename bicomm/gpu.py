@@ -207,8 +207,8 @@ class GpuTransport(Transport):
         """The most rows of any rank, where they may differ. Agreed on the host."""
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError(
-                f"{operation} of rows that are not in symmetric memory agrees on their number on the host, which a CUDA "
-                f"graph cannot hold: write the rows into a buffer from comm.acquire(rows, hidden, dtype) and pass that"
+                f"{operation} of rows that are not in symmetric memory agrees on their number on the host, which a "
+                f"CUDA graph cannot hold: write the rows into a buffer from comm.acquire(rows, hidden, dtype) and pass that"
             )
         return rows if self.size == 1 else int(self.exchange_counts(rows).max())
 
@@ -352,8 +352,8 @@ class GpuTransport(Transport):
             names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
             side = "enter" if which == barrier.ENTERING.value else "leave"
             return PeerTimeout(
-                f"{names} did not {side} call {call >> 2} of this communicator in time (rank {rank} gave up first, epoch "
-                f"{self._epoch}). Results since then are NaN. {then}; without a dead rank, make a new communicator",
+                f"{names} did not {side} call {call >> 2} of this communicator in time (rank {rank} gave up first, "
+                f"epoch {self._epoch}). Results since then are NaN. {then}; without a dead rank, make a new communicator",
                 missing=missing,
                 waiting=rank,
                 sequence=call >> 2,

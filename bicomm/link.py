@@ -64,7 +64,7 @@ class LocalWorld:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size, self.device = size, device
-        self.buffers: dict[int, dict[int, SymmetricBuffer]] = {}  # until each rank has its own
+        self.buffers: dict[int, dict[int, SymmetricBuffer]] = {}  # until a rank takes its own
         self.texts = [""] * size
         self.recovering: dict[int, tuple[int, Callable[[int], None]]] = {}
 

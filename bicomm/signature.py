@@ -27,7 +27,7 @@ class Signature:
 
     @property
     def mark(self) -> int:
-        """A check sum of 24 bits that travels in the flags: another header has another mark, but for 1 in 16 million."""
+        """A check sum of 24 bits that travels in the flags: 1 in 16 million other headers has the same."""
         return zlib.crc32(repr((self.what, self.shape, self.tokens)).encode()) & 0xFFFFFF
 
 

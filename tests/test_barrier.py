@@ -159,8 +159,7 @@ def test_headers_that_differ_reach_the_host(field: str, other: Signature) -> Non
 
 
 def test_a_window_is_told_apart_by_its_parameters() -> None:
-    told = [
-        sign("combine", torch.float32, Contract("window", p), 8, (0, 0), 4, (2, 2)) for p in ((16, 95, 86), (16, 95, 85))
-    ]
+    windows = [Contract("window", p) for p in ((16, 95, 86), (16, 95, 85))]
+    told = [sign("combine", torch.float32, window, 8, (0, 0), 4, (2, 2)) for window in windows]
     assert told[0] != told[1]
     assert "window(16,95,86)/1" in describe(told[0].what, told[0].shape, told[0].tokens)

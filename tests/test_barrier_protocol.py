@@ -65,7 +65,9 @@ def onward(ranks: tuple[Rank, ...], r: int, step: int) -> tuple[Rank, ...]:
 
 
 def next_call(ranks: tuple[Rank, ...], r: int) -> tuple[Rank, ...]:
-    return change(ranks, r, step=DONE) if ranks[r].call == CALLS else change(ranks, r, step=WRITE, call=ranks[r].call + 1)
+    if ranks[r].call == CALLS:
+        return change(ranks, r, step=DONE)
+    return change(ranks, r, step=WRITE, call=ranks[r].call + 1)
 
 
 def steps_of(world: World, r: int, rules: Rules) -> list[World]:
@@ -94,7 +96,8 @@ def steps_of(world: World, r: int, rules: Rules) -> list[World]:
         return []
     if me.step == READ:
         peer = PEERS[r][me.peer]
-        assert ranks[peer].operand == (me.epoch, me.call), f"rank {r} read {ranks[peer].operand} in {(me.epoch, me.call)}"
+        read_now, due = ranks[peer].operand, (me.epoch, me.call)
+        assert read_now == due, f"rank {r} read {read_now} in {due}"
         read = onward(ranks, r, LEAVE)
         if read[r].step == LEAVE and not rules.trailing:
             read = next_call(read, r)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-
 from bicomm.certify.candidates import TRUSTED, VERDICTS
 from bicomm.contract import Contract
 
