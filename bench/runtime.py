@@ -27,6 +27,7 @@ CALLS = 20  # in one graph: the time of a replay, over so many calls, hides the 
 
 
 Call = Callable[[Communicator], object]
+Tensors = list[torch.Tensor]
 
 
 def _capture(comms: list[Communicator], call: Call, calls: int) -> torch.cuda.CUDAGraph:
@@ -80,9 +81,11 @@ def local_world() -> list[dict[str, object]]:
             buffer.copy_(data)
         for mode in ("ordered", "exact"):
             for name, source in (("zero-copy", buffers), ("with its copy in", x)):
-                graph = _capture(
-                    comms, lambda comm, s=source, m=mode: comm.combine(s[comm.rank], m, out=outs[comm.rank]), CALLS
-                )
+
+                def call(comm: Communicator, mode: str = mode, source: Tensors = source, out: Tensors = outs) -> None:
+                    comm.combine(source[comm.rank], mode, out=out[comm.rank])
+
+                graph = _capture(comms, call, CALLS)
                 took = _replay(comms, graph, CALLS)
                 rows.append(
                     {

@@ -183,8 +183,8 @@ def _on_device(splits: tuple[int, ...], device: torch.device) -> Tensor:
         return host
     if torch.cuda.is_current_stream_capturing():
         raise CaptureError(
-            f"splits {list(splits)} are on the host, and a CUDA graph cannot hold their copy to the GPU: make this call "
-            f"once before the capture, or pass splits as an int64 tensor on the GPU"
+            f"splits {list(splits)} are on the host, and a CUDA graph cannot hold their copy to the GPU: make this "
+            f"call once before the capture, or pass splits as an int64 tensor on the GPU"
         )
     on_device = host.to(device)
     torch.cuda.current_stream(device).synchronize()  # other streams will read it

@@ -208,7 +208,8 @@ class GpuTransport(Transport):
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError(
                 f"{operation} of rows that are not in symmetric memory agrees on their number on the host, which a "
-                f"CUDA graph cannot hold: write the rows into a buffer from comm.acquire(rows, hidden, dtype) and pass that"
+                f"CUDA graph cannot hold: write the rows into a buffer from comm.acquire(rows, hidden, dtype), and pass "
+                f"that"
             )
         return rows if self.size == 1 else int(self.exchange_counts(rows).max())
 
@@ -353,7 +354,7 @@ class GpuTransport(Transport):
             side = "enter" if which == barrier.ENTERING.value else "leave"
             return PeerTimeout(
                 f"{names} did not {side} call {call >> 2} of this communicator in time (rank {rank} gave up first, "
-                f"epoch {self._epoch}). Results since then are NaN. {then}; without a dead rank, make a new communicator",
+                f"epoch {self._epoch}). Results since then are NaN. {then}; without a dead rank, make a new one",
                 missing=missing,
                 waiting=rank,
                 sequence=call >> 2,

@@ -21,8 +21,8 @@ class Link(Protocol):
         """A buffer of zeros on all ranks; asked for by all of them."""
 
     def recover(self, generation: int, advance: Callable[[int], None]) -> None:
-        """Once all ranks are here and their devices idle, run `advance` on each with a generation beyond every flag, and
-        go on when all are done. generation: of this rank's last good call; it may have pushed flags of the next."""
+        """Once all ranks are here and their devices idle, run `advance` on each with a generation beyond every flag,
+        and go on when all are done. generation: of this rank's last good call; it may have pushed flags of the next."""
 
     def post(self, text: str) -> None:
         """Leave a text that other ranks may read later."""
