@@ -13,9 +13,9 @@ from bicomm.model_hooks.router_kernel import EPS, SOFTMAX, launch_shape, pad, po
 from bicomm.model_hooks.scores import SCORE_FUNCTIONS, ScoreFunction
 
 
-@triton.jit
-def all_scores_forward(logits, scores, T, row_stride, E: tl.constexpr, P: tl.constexpr, FUNCTION: tl.constexpr,
-                       R: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["T"])
+def all_scores_forward(logits, scores, T: tl.int64, row_stride: tl.int64, E: tl.constexpr, P: tl.constexpr,
+                       FUNCTION: tl.constexpr, R: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None].to(tl.int64)
     e = tl.arange(0, P)[None, :]
     inside = (row < T) & (e < E)
@@ -27,9 +27,9 @@ def all_scores_forward(logits, scores, T, row_stride, E: tl.constexpr, P: tl.con
     tl.store(scores + row * E + e, s, mask=inside)
 
 
-@triton.jit
-def all_scores_backward(logits, grad, grad_logits, T, row_stride, grad_stride, E: tl.constexpr, P: tl.constexpr,
-                        FUNCTION: tl.constexpr, R: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["T"])
+def all_scores_backward(logits, grad, grad_logits, T: tl.int64, row_stride: tl.int64, grad_stride: tl.int64,
+                        E: tl.constexpr, P: tl.constexpr, FUNCTION: tl.constexpr, R: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None].to(tl.int64)
     e = tl.arange(0, P)[None, :]
     inside = (row < T) & (e < E)

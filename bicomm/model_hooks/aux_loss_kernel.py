@@ -67,9 +67,10 @@ def _finish(partials, loss, const, c, blocks):
     tl.store(loss, pin.narrow(total, loss.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "rows_per_block"])
 def aux_loss_partials(
-    probs, counts, padding, total, partials, ticket, loss, const, c_host, start, rows, cols, row_stride, rows_per_block,
+    probs, counts, padding, total, partials, ticket, loss, const, c_host, start, rows: tl.int64, cols: tl.int32,
+    row_stride: tl.int64, rows_per_block: tl.int64,
     TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, DEVICE_TOTAL: tl.constexpr, WIDE: tl.constexpr,
     PADDING: tl.constexpr, UNROLL: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
@@ -110,15 +111,15 @@ def aux_loss_partials(
             tl.store(ticket, 0)
 
 
-@triton.jit
-def aux_loss_finish(partials, total, loss, const, c_host, start, blocks, DEVICE_TOTAL: tl.constexpr):
+@triton.jit(do_not_specialize=["blocks"])
+def aux_loss_finish(partials, total, loss, const, c_host, start, blocks: tl.int32, DEVICE_TOTAL: tl.constexpr):
     _finish(partials, loss, const, _constant(c_host, total, start, DEVICE_TOTAL), blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def aux_loss_backward(
-    const, counts, padding, grad, grad_probs, rows, cols, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
-    WIDE: tl.constexpr, PADDING: tl.constexpr,
+    const, counts, padding, grad, grad_probs, rows: tl.int64, cols: tl.int32, TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr, WIDE: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None].to(tl.int64)
     c_index = tl.program_id(1) * TILE_COLS + tl.arange(0, TILE_COLS)[None, :]

@@ -10,8 +10,9 @@ from torch import Tensor
 from bicomm.model_hooks.launching import on_its_device
 
 
-@triton.jit
-def count_slots(ids, padding, counts, slots, num_experts, K: tl.constexpr, PADDING: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["slots", "num_experts"])
+def count_slots(ids, padding, counts, slots: tl.int64, num_experts: tl.int64, K: tl.constexpr, PADDING: tl.constexpr,
+                BLOCK: tl.constexpr):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
     e = tl.load(ids + i, mask=i < slots, other=-1).to(tl.int64)
     keep = (i < slots) & (e >= 0) & (e < num_experts)

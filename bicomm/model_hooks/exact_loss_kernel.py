@@ -24,10 +24,10 @@ def _load(probs, padding, r, c, last, rows_stride, cols, PADDING: tl.constexpr):
     return pin.widen(tl.load(probs + r * rows_stride + c, mask=mask, other=0.0)).to(tl.int32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "rows_per_block"])
 def exact_column_sums(
-    probs, padding, sums, rows, cols, row_stride, rows_per_block, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
-    PADDING: tl.constexpr,
+    probs, padding, sums, rows: tl.int64, cols: tl.int64, row_stride: tl.int64, rows_per_block: tl.int64,
+    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
     """Adds a block of rows into sums int64 [10, cols], limb by limb; the rows come from cache after the first limb."""
     first = tl.program_id(0).to(tl.int64) * rows_per_block
@@ -46,7 +46,7 @@ def exact_column_sums(
         high = tl.where(finite, tl.maximum(high, exponent), high)
         wild += tl.where(finite, 0, 1)
     wild_columns = tl.sum(wild, axis=0).to(tl.int64)
-    tl.atomic_add(sums + LIMBS * cols.to(tl.int64) + out, wild_columns, mask=(out < cols) & (wild_columns > 0))
+    tl.atomic_add(sums + LIMBS * tl.cast(cols, tl.int64) + out, wild_columns, mask=(out < cols) & (wild_columns > 0))
     limb_low = (tl.min(tl.min(low, axis=1), axis=0) - 1) // LIMB_BITS
     limb_high = (tl.max(tl.max(high, axis=1), axis=0) - 1 + 23) // LIMB_BITS
     for limb in range(limb_low, limb_high + 1):
@@ -62,7 +62,7 @@ def exact_column_sums(
             part = tl.where(shift >= LIMB_BITS, 0, tl.where(shift >= 0, up, down))
             acc += tl.where(bits < 0, -part, part)
         column = tl.sum(acc, axis=0)
-        tl.atomic_add(sums + limb * cols.to(tl.int64) + out, column, mask=(out < cols) & (column != 0))
+        tl.atomic_add(sums + limb * tl.cast(cols, tl.int64) + out, column, mask=(out < cols) & (column != 0))
 
 
 @triton.jit
@@ -75,8 +75,8 @@ def _carried(d, i):
     return d
 
 
-@triton.jit
-def exact_finish(sums, counts, loss, c_host, c_device, cols, TILE: tl.constexpr, DEVICE_C: tl.constexpr):
+@triton.jit(do_not_specialize=["cols"])
+def exact_finish(sums, counts, loss, c_host, c_device, cols: tl.int64, TILE: tl.constexpr, DEVICE_C: tl.constexpr):
     i = tl.arange(0, DIGITS)
     d = tl.zeros([DIGITS], tl.int64)
     wild = tl.zeros([TILE], tl.int64)
@@ -84,9 +84,9 @@ def exact_finish(sums, counts, loss, c_host, c_device, cols, TILE: tl.constexpr,
         lane = base + tl.arange(0, TILE)
         inside = lane < cols
         n = tl.load(counts + lane, mask=inside, other=0).to(tl.int64)
-        wild += tl.load(sums + LIMBS * cols.to(tl.int64) + lane, mask=inside, other=0)
+        wild += tl.load(sums + LIMBS * tl.cast(cols, tl.int64) + lane, mask=inside, other=0)
         for limb in range(LIMBS):
-            v = tl.load(sums + limb * cols.to(tl.int64) + lane, mask=inside, other=0)
+            v = tl.load(sums + limb * tl.cast(cols, tl.int64) + lane, mask=inside, other=0)
             for p in tl.static_range(4):
                 piece = v >> (16 * p)
                 if p < 3:

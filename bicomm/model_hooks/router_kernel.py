@@ -115,9 +115,9 @@ def _drop_groups(key, expert, g, gp, S_PAD: tl.constexpr, G: tl.constexpr, G_PAD
     return tl.where(keep == 1, key, ABSENT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def route_forward(
-    logits, bias, padding, fixed_ids, weights, ids, dense, routing_map, T, row_stride, scale,
+    logits, bias, padding, fixed_ids, weights, ids, dense, routing_map, T: tl.int64, row_stride: tl.int64, scale,
     E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, S_PAD: tl.constexpr,
     GROUP_TOPK: tl.constexpr, GROUP_SCORE_TOPK: tl.constexpr, FUNCTION: tl.constexpr, RENORMALIZE: tl.constexpr,
     SCALE: tl.constexpr, BIAS: tl.constexpr, PADDING: tl.constexpr, REPLAY: tl.constexpr, INDEX: tl.constexpr,
@@ -184,9 +184,9 @@ def route_forward(
         tl.store(routing_map + row * E + e, hit.to(tl.uint8), mask=(row < T) & valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def route_backward(
-    logits, padding, ids, grad, grad_logits, T, row_stride, scale,
+    logits, padding, ids, grad, grad_logits, T: tl.int64, row_stride: tl.int64, scale,
     E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, P: tl.constexpr, FUNCTION: tl.constexpr,
     RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, PADDING: tl.constexpr, DENSE: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip

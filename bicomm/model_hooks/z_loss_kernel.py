@@ -22,15 +22,16 @@ def _parts(logits, row, T, row_stride, E: tl.constexpr, P: tl.constexpr):
     return e, t, high, pin.fixed_sum_unit(tl.where(valid, t, 0.0), 1)
 
 
-@triton.jit
-def lse_forward(logits, lse, T, row_stride, E: tl.constexpr, P: tl.constexpr, R: tl.constexpr):
+@triton.jit(do_not_specialize=["T"])
+def lse_forward(logits, lse, T: tl.int64, row_stride: tl.int64, E: tl.constexpr, P: tl.constexpr, R: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None].to(tl.int64)
     _, _, high, denominator = _parts(logits, row, T, row_stride, E, P)
     tl.store(lse + row, pin.log_from_one(denominator) + high, mask=row < T)
 
 
-@triton.jit
-def lse_backward(logits, grad, grad_logits, T, row_stride, E: tl.constexpr, P: tl.constexpr, R: tl.constexpr):
+@triton.jit(do_not_specialize=["T"])
+def lse_backward(logits, grad, grad_logits, T: tl.int64, row_stride: tl.int64, E: tl.constexpr, P: tl.constexpr,
+                 R: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None].to(tl.int64)
     e, t, _, denominator = _parts(logits, row, T, row_stride, E, P)
     out = tl.div_rn(t, denominator + tl.zeros_like(t)) * tl.load(grad + row, mask=row < T, other=0.0)
