@@ -59,7 +59,7 @@ def plot(path: Path) -> Path:
 
 
 def write_table(path: Path) -> Path:
-    """Write PATH with .md in place of .json: microseconds, and in brackets the share of the bound, by size and series."""
+    """Write PATH with .md in place of .json: microseconds and, in brackets, share of the bound, by size and series."""
     record = json.loads(path.read_text())
     rows = record["results"]
     found = {(row["name"], row["hidden"], row["tokens"]): row for row in rows}
@@ -68,11 +68,12 @@ def write_table(path: Path) -> Path:
     lines += [record["note"], ""] if record["note"] else []
     barriers = ", ".join(f"{one['us']:.1f} us ({one['world']} ranks)" for one in record["setup"].get("barriers", []))
     copies = ", ".join(f"{name.replace('_', ' ')} {rate:.0f} GB/s" for name, rate in record["copy_GB_per_s"].items())
-    lines += [
+    setup = record["setup"]
+    lines.append(
         f"{record['world']} ranks, top-k {record['top_k']}, torch {record['versions']['torch']}. {copies}. Barrier "
-        f"{barriers}. First touch of {record['setup']['symmetric_memory_bytes']:,} bytes: "
-        f"{record['setup']['symmetric_memory_ms']:.0f} ms. Microseconds; in brackets the share of the bound.",
-    ]
+        f"{barriers}. First touch of {setup['symmetric_memory_bytes']:,} bytes: {setup['symmetric_memory_ms']:.0f} ms. "
+        f"Microseconds; in brackets the share of the bound."
+    )
     for hidden in sorted({row["hidden"] for row in rows}):
         tokens = sorted({row["tokens"] for row in rows if row["hidden"] == hidden})
         lines += ["", f"## hidden {hidden}", ""]

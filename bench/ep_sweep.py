@@ -5,8 +5,8 @@ NPROC=8 launch/ep_sweep.sh --tokens 1,64,4096      eight ranks
 sbatch launch/slurm.sbatch bench/ep_sweep.py       under Slurm
 python bench/ep_sweep.py                           one GPU alone: a local world of eight ranks
 
-It writes bench/results/ep_sweep_STAGE.json, .md (the table) and .png (the plot). Multicast memory is neither made nor used, by bicomm, NCCL or
-NVSHMEM, unless --allow-multicast says that the machine's owner agrees.
+It writes bench/results/ep_sweep_STAGE.json, .md (the table) and .png (the plot). Multicast memory is neither made nor
+used, by bicomm, NCCL or NVSHMEM, unless --allow-multicast says that the machine's owner agrees.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,24 @@ def test_a_sweep_finds_one_wrong_bit() -> None:
             bits = series.result[0].view(torch.int32 if series.result[0].dtype == torch.float32 else torch.int16)
             bits[1, 1] ^= 1
             assert ep_sweep._wrong(stage, at, series, 0, True) == 1, series.name
+
+
+def test_the_peers_of_a_local_world_sum_what_the_ranks_hold() -> None:
+    """They read the ranks' buffers in place, which lie at equal distances; run here on a local world on the CPU."""
+    stage = ep_stage.LocalStage.__new__(ep_stage.LocalStage)
+    ep_stage.Stage.__init__(stage, bicomm.local_world(3), torch.device("cpu"), 0.0)
+    nbytes = -(-ep_operands.room(3, 3, 24, 4) // 768) * 768  # whole rows of 24 bf16, whole units of 256
+    with ThreadPoolExecutor(3) as pool:  # growing is collective; what comes after is not
+        list(pool.map(lambda comm: comm.reserve(1, nbytes // 4), stage.comms))
+    with ep_operands.Operands(stage, 3, 24, 4) as at:
+        at.fill_to_check(wide=False)
+        found = list(ep_series.peers_of(stage, at))
+        assert [series.of for series in found] == ["combine", "owner", "dispatch"]
+        for series, comm in itertools.product(found, stage.comms):
+            series.call(comm)
+            assert ep_sweep._wrong(stage, at, series, comm.rank, False) == 0
+            series.result[comm.rank].zero_()
+            assert ep_sweep._wrong(stage, at, series, comm.rank, False) > 0
 
 
 def test_one_rank_on_a_cpu_is_told_what_to_run() -> None:
