@@ -1,4 +1,4 @@
-"""What goes wrong around a communicator: ranks killed, stopped, late, interrupted, throwing; and what is left afterwards."""
+"""What goes wrong around a communicator: ranks killed, stopped, late, interrupted, throwing; and what is left then."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_an_exception_between_two_calls_of_one_rank(calls: int) -> None:
 
 
 def test_an_interrupt_ends_the_call_for_all_and_can_be_recovered_from() -> None:
-    """Ctrl-C in a notebook: where the rank was interrupted is unknown, so its next call may not be taken for this one."""
+    """Ctrl-C in a notebook: where the rank was interrupted is unknown; its next call may not be taken for this one."""
     for where in ("waiting", "summing"):
         with local_ranks(SIZE, mode="exact", timeout=20) as ranks:
             calls: Any = ranks.members[1].transport._calls  # type: ignore[attr-defined]

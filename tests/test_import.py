@@ -1,0 +1,85 @@
+"""Importing bicomm: cheap, without Triton, and without a trace in the process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.timeout(120)]
+
+_IMPORT = """
+import json, os, sys, time
+import torch, torch.distributed
+before = {
+    "environment": dict(os.environ), "modules": set(sys.modules), "threads": len(os.listdir("/proc/self/task")),
+    "descriptors": len(os.listdir("/proc/self/fd")), "settings": settings(),
+}
+start = time.process_time()
+import bicomm
+spent = time.process_time() - start
+for name in used:
+    getattr(bicomm, name)
+named = time.process_time() - start
+after = {
+    "environment": dict(os.environ), "threads": len(os.listdir("/proc/self/task")),
+    "descriptors": len(os.listdir("/proc/self/fd")), "settings": settings(),
+}
+print(json.dumps({
+    "spent": spent, "named": named, "new": sorted(set(sys.modules) - before.pop("modules")), "same": before == after,
+    "before": before, "after": after, "names": sorted(bicomm.__all__), "dir": dir(bicomm),
+}))
+"""
+_SETTINGS = """
+def settings():
+    import torch
+    b = torch.backends
+    return [
+        torch.get_num_threads(), str(torch.get_default_dtype()), torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(), b.cuda.matmul.allow_tf32, b.cudnn.allow_tf32, b.cudnn.benchmark,
+        b.cuda.matmul.allow_bf16_reduced_precision_reduction, repr(sys.excepthook), repr(torch.matmul), repr(torch.sum),
+        repr(torch.nn.functional.linear), repr(torch.distributed.all_reduce), repr(torch.Tensor.__add__), sys.path[:],
+        torch.tensor(2.0**-149).double().item(),
+    ]
+"""
+
+
+def _imported(*used: str) -> dict[str, Any]:
+    code = f"import sys\nused = {used!r}\n{_SETTINGS}\n{_IMPORT}"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr == ""
+    told: dict[str, Any] = json.loads(ran.stdout)
+    return told
+
+
+def test_importing_is_cheap_needs_no_triton_and_changes_nothing() -> None:
+    told = _imported()
+    assert told["spent"] < 0.3, told["spent"]  # of this process's own time: other processes may keep the cores busy
+    assert not [name for name in told["new"] if name.split(".")[0] in ("triton", "transformers", "megatron", "mpi4py")]
+    assert told["same"], (told["before"], told["after"])
+    assert set(told["names"]) <= set(told["dir"])
+
+
+def test_the_names_of_a_cpu_run_need_no_triton_either_and_change_nothing() -> None:
+    told = _imported(
+        "Communicator", "Contract", "combine", "dispatch", "combine_rows", "init", "local_world", "PRESETS"
+    )
+    assert told["named"] < 1.0, told["named"]
+    assert not [name for name in told["new"] if name.split(".")[0] == "triton"]
+    assert told["same"], (told["before"], told["after"])
+
+
+def test_every_public_name_is_there_and_an_unknown_one_is_not() -> None:
+    import bicomm
+
+    for name in bicomm.__all__:
+        assert getattr(bicomm, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = bicomm.nothing
