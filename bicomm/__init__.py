@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from bicomm.errors import PeerTimeout as PeerTimeout
     from bicomm.front import combine as combine
     from bicomm.front import combine_rows as combine_rows
-    from bicomm.front import communicator as communicator
+    from bicomm.front import default_communicator as default_communicator
     from bicomm.front import dispatch as dispatch
     from bicomm.local import local_world as local_world
     from bicomm.ops import save_collectives as save_collectives
@@ -53,7 +53,7 @@ _HOME = {
     "PeerTimeout": "errors",
     "combine": "front",
     "combine_rows": "front",
-    "communicator": "front",
+    "default_communicator": "front",
     "dispatch": "front",
     "local_world": "local",
     "save_collectives": "ops",

@@ -16,7 +16,7 @@ _made: dict[tuple[dist.ProcessGroup, str], Communicator] = {}
 _by_handle: dict[int, Communicator] = {}
 
 
-def communicator(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Communicator:
+def default_communicator(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Communicator:
     """The communicator that `bicomm.combine` uses for a group (default: that of `bicomm.init`); made at first use.
 
     Collective the first time. It has no contract of its own: each call names one. `bicomm.shutdown` closes it.
@@ -43,11 +43,11 @@ def forget() -> None:
 
 def _at_hand(group: dist.ProcessGroup | None) -> Communicator:
     # torch.compile cannot trace the making of a communicator: while tracing it is made, or found, and known by number.
-    return _by_handle[_handle(group)] if torch.compiler.is_compiling() else communicator(group)
+    return _by_handle[_handle(group)] if torch.compiler.is_compiling() else default_communicator(group)
 
 
 def _handle(group: dist.ProcessGroup | None) -> int:
-    return communicator(group).handle
+    return default_communicator(group).handle
 
 
 # What torch.compiler.assume_constant_result does, without its import of the compiler, which takes seconds.

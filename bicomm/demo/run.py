@@ -22,7 +22,7 @@ from bicomm.demo import batches, text
 from bicomm.demo.batches import Batch
 from bicomm.demo.layer import Experts, Router, Shape, addends, partial, row_maps
 from bicomm.demo.table import Control, Line, Progress, Report, Row, Told
-from bicomm.front import communicator
+from bicomm.front import default_communicator
 from bicomm.world import World
 
 MODES = ("ordered", "exact", "multimem", "fp64", "owner")
@@ -123,7 +123,7 @@ def demo(
 def _demo(
     world: World, shape: Shape, tokens: int, repeats: int, seed: int, fault: int | None, told: Told
 ) -> Report | None:
-    group = communicator()
+    group = default_communicator()
     plans = {mode: group.plan(mode) for mode in MODES}
     contracts = {mode: plan.contract for mode, plan in plans.items()}
     batch = batches.first(tokens, world.size)
