@@ -10,8 +10,9 @@ import torch
 from bicomm.certify.candidates import TRUSTED, VERDICTS
 from bicomm.certify.emulate import Emulated
 from bicomm.certify.families import FAMILIES
-from bicomm.certify.measure import Result, measure
+from bicomm.certify.measure import measure
 from bicomm.certify.rounding import chain_from, exact_toward_zero, pairwise_tree
+from bicomm.certify.verdict import Result
 from bicomm.contract import Contract, exact, fp64, ordered
 
 

@@ -17,7 +17,8 @@ from bicomm.certify.candidates import TRUSTED, VERDICTS, finish
 from bicomm.certify.cli import app
 from bicomm.certify.emulate import EMULATIONS, Emulated, emulated
 from bicomm.certify.families import FAMILIES
-from bicomm.certify.measure import Result, measure
+from bicomm.certify.measure import measure
+from bicomm.certify.verdict import Result
 from bicomm.contract import exact, window
 
 EXPECTED = {
@@ -194,3 +195,11 @@ def test_one_rank_that_reads_otherwise_spoils_the_verdict_of_all() -> None:
     assert {result.verdict for result in results} == {"unknown"}
     assert all(result == results[0] for result in results)
     assert results[0].examples["exact"]["rank"] == 2  # type: ignore[index]
+
+
+def test_ranks_that_make_other_addends_are_refused() -> None:
+    def gather(mine: Any) -> list[Any]:
+        return [mine, {**mine, "inputs": mine["inputs"] + 1}]
+
+    with pytest.raises(RuntimeError, match="rank 1 made other addends than rank 0 from one seed"):
+        measure(emulated("chain", 3), channels=100, gather=gather)

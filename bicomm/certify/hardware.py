@@ -56,9 +56,7 @@ class Switch:
         self._addresses = buffer.device_addresses
         self._hardware, self._parameters = hardware, parameters
         self._trusted = torch.ones(1, dtype=torch.int32, device=self.device)
-        self._neighbour = _neighbour(buffer, rank, world_size)
-        if self._neighbour is not None:
-            self._side, self._sink = torch.cuda.Stream(self.device), torch.empty_like(self._neighbour)
+        self._copies: tuple[torch.cuda.Stream, Tensor, Tensor] | None = None  # stream, the neighbour's memory, sink
 
     def reduce(self, addends: Tensor, *, rank: int, call: int, blocks: int, alignment: int) -> Tensor:
         """What this rank reads; see `Fabric`. `rank` is this rank, and `call` is only counted elsewhere."""
@@ -101,17 +99,21 @@ class Switch:
     @contextlib.contextmanager
     def traffic(self) -> Iterator[None]:
         """Meanwhile this GPU reads the next rank's memory over and over, on a stream of its own."""
-        if self._neighbour is None:
+        neighbour = _neighbour(self._buffer, self.rank, self.world_size)
+        if neighbour is None:
             yield
             return
+        if self._copies is None:
+            self._copies = torch.cuda.Stream(self.device), neighbour, torch.empty_like(neighbour)
+        side, source, sink = self._copies
         torch.cuda.synchronize(self.device)
-        with torch.cuda.stream(self._side):
+        with torch.cuda.stream(side):
             for _ in range(COPIES):
-                self._sink.copy_(self._neighbour, non_blocking=True)
+                sink.copy_(source, non_blocking=True)
         try:
             yield
         finally:
-            self._side.synchronize()
+            side.synchronize()
 
 
 def open_switch() -> Switch:

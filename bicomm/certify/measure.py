@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from bicomm.certify.candidates import VERDICTS, Candidate, candidates, finish
+from bicomm.certify.candidates import Candidate, candidates, finish
 from bicomm.certify.fabric import ALIGNMENTS, BLOCKS, Fabric
 from bicomm.certify.families import FAMILIES
 from bicomm.certify.search import fit_steps, fit_window, smallest_survivors, staircase
+from bicomm.certify.verdict import Result, merge
 from bicomm.contract import Contract
 
 CHANNELS, FULL_CHANNELS = 1 << 24, 50_000_000
@@ -36,32 +37,6 @@ class Track:
     candidate: Candidate
     wrong: int = 0
     example: dict[str, Any] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What was measured; equal on all ranks.
-
-    verdict   the class; variant: which member of it; contract: an id, or None.
-    also      other classes that no input can tell from the verdict's at this world size.
-    varies    what changed the bits of one and the same sum: "call", "rank", "blocks", "alignment", "repeat".
-    search    what the search for a window's parameters found, in words.
-    closest   of verdict unknown: the class that was right for longest.
-    families  name, channels, and mismatches of the class that was right for longest (summed over the ranks).
-    examples  for every other class its first wrong column: variant, family, rank, and fp32 bits in hex.
-    observed  facts that no contract depends on: what it makes of negative zeros and NaN before the clean-up.
-    """
-
-    verdict: str
-    variant: str
-    contract: str | None
-    also: tuple[str, ...]
-    varies: tuple[str, ...]
-    search: str
-    closest: str | None
-    families: tuple[dict[str, Any], ...]
-    examples: dict[str, dict[str, Any] | None]
-    observed: dict[str, str]
 
 
 def measure(
@@ -88,7 +63,7 @@ def measure(
         for n in _batches(channels, BATCH[fabric.device.type]):
             run.batch(name, n)
             progress(name, n)
-    return _merge(list(gather(run.report())), fabric.world_size)
+    return merge(list(gather(run.report())))
 
 
 def _batches(total: int, most: int) -> Iterator[int]:
@@ -115,9 +90,15 @@ class _Run:
         self.families: dict[str, list[int]] = {}
         self.observed: dict[str, str] = {}
         self.search = ""
+        self.inputs = 0  # a check sum: ranks that made different addends would measure nothing
         self.closest: Track | None = None
 
     # ------------------------------------------------------------------------------------------------------ reading
+
+    def addends(self, family: str, n: int) -> Tensor:
+        x = FAMILIES[family](self.generator, self.fabric.world_size, n)
+        self.inputs = (31 * self.inputs + int(x.view(torch.int32).sum(dtype=torch.int64))) % (1 << 61)
+        return x
 
     def read(self, x: Tensor, rank: int, blocks: int = BLOCKS[0], alignment: int = 0) -> Tensor:
         self.calls += 1
@@ -149,7 +130,7 @@ class _Run:
         """Read a little of every family in every way, search for a window, and drop most classes."""
         reads: Reads = []
         for name in names:
-            x = FAMILIES[name](self.generator, self.fabric.world_size, PROBE.get(name, 4096))
+            x = self.addends(name, PROBE.get(name, 4096))
             reads.append((name, x, self.in_every_way(name, x)))
         self.look(reads)
         windows = self.find_windows(reads)
@@ -222,7 +203,7 @@ class _Run:
 
     def batch(self, name: str, n: int) -> None:
         """Read n columns twice, quiet and beside traffic, and hold both against the classes that are left."""
-        x = FAMILIES[name](self.generator, self.fabric.world_size, n)
+        x = self.addends(name, n)
         turn = self.calls // 2
         rank = self.fabric.readers[turn % len(self.fabric.readers)]
         quiet = self.read(x, rank, BLOCKS[turn % 4], ALIGNMENTS[turn // 4 % 4])
@@ -272,60 +253,6 @@ class _Run:
             "families": {name: list(counts) for name, counts in self.families.items()},
             "observed": self.observed,
             "search": self.search,
+            "inputs": self.inputs,
             "closest": self.closest.candidate.variant if self.closest else None,
         }
-
-
-def _merge(reports: Sequence[dict[str, Any]], world: int) -> Result:
-    """One result from all ranks: a class is left only where it is left on every rank."""
-    merged: dict[tuple[str, str], dict[str, Any]] = {}
-    for report in reports:
-        for track in report["tracks"]:
-            known = merged.setdefault((track["verdict"], track["variant"]), {**track, "wrong": 0, "seen": 0})
-            known["wrong"] += track["wrong"]
-            known["seen"] += 1
-            known["example"] = known["example"] or track["example"]
-    for track in merged.values():
-        if track["seen"] < len(reports):  # a window that was found on some ranks only
-            track["wrong"] += 1
-    varies = sorted({what for report in reports for what in report["varies"]})
-    if "call" in varies:  # every other read was another call too: nothing else can be told
-        varies = ["call"]
-    flaky = next((report["flaky"] for report in reports if report["flaky"]), None)
-    left = sorted((t for t in merged.values() if not t["wrong"]), key=lambda t: VERDICTS.index(t["verdict"]))
-    if flaky is not None:
-        verdict, variant, contract = "flaky", f"bits differ by {', '.join(v for v in varies if v != 'rank')}", None
-    elif left:
-        verdict, variant, contract = left[0]["verdict"], left[0]["variant"], left[0]["contract"]
-    else:
-        verdict, variant, contract = "unknown", "no class predicts its bits", None
-    examples: dict[str, dict[str, Any] | None] = {}
-    for name in VERDICTS[:-1]:
-        if name != verdict and name != "flaky":
-            dead = [t for t in merged.values() if t["verdict"] == name and t["wrong"]]
-            best = min(dead, key=lambda t: t["wrong"], default=None)
-            examples[name] = best["example"] if best else None
-    if verdict != "flaky":
-        examples["flaky"] = None  # none was seen in all the repeated reads
-    else:
-        examples["repeatable"] = flaky
-    closest = reports[0]["closest"] if verdict == "unknown" else None
-    return Result(
-        verdict=verdict,
-        variant=variant,
-        contract=contract,
-        also=tuple(dict.fromkeys(t["verdict"] for t in left if verdict != "flaky" and t["verdict"] != verdict)),
-        varies=tuple(varies),
-        search=reports[0]["search"],
-        closest=closest,
-        families=tuple(
-            {
-                "name": name,
-                "channels": counts[0],
-                "mismatches": sum(report["families"][name][1] for report in reports),
-            }
-            for name, counts in reports[0]["families"].items()
-        ),
-        examples=examples,
-        observed=reports[0]["observed"],
-    )

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from bicomm import __version__
 from bicomm.certify.certificate import SCHEMA, Certificate
-from bicomm.certify.measure import Result
+from bicomm.certify.verdict import Result
 
 
 def certify(result: Result, fabric: str, machine: Sequence[dict[str, str]], world_size: int, seed: int) -> Certificate:
