@@ -39,6 +39,7 @@ from bicomm.mirror.addends import (
     WINDOW,
     accumulate,
     addend,
+    at_once,
     interpreted,
     load_row,
     on_device,
@@ -49,20 +50,73 @@ from bicomm.mirror.addends import (
 from bicomm.mirror.repeat import MAX_SLOTS, exact_partials
 
 SIGN_AND_LOW_28 = tl.constexpr(-0x70000001)  # 0x8fffffff as int32
+BEYOND = tl.constexpr(1 << 30)
 UNSCALE = tl.constexpr(2.0**896)
 
 
 @triton.jit
 def _span(largest, smallest, x):
-    """Follow the largest and the smallest nonzero magnitude (as bits)."""
+    """Follow the largest magnitude (its bits) and the smallest nonzero one (its bits - 1, unsigned: 0 comes last)."""
     bits = magnitude_bits(x)
-    return tl.maximum(largest, bits), tl.minimum(smallest, tl.where(bits == 0, 0x7FFFFFFF, bits))
+    return tl.maximum(largest, bits), tl.minimum(smallest, (bits - 1).to(tl.uint32, bitcast=True))
 
 
 @triton.jit
 def _too_wide(largest, smallest, LIMIT: tl.constexpr):
     """Whether an fp64 chain of the addends may have rounded: their exponents span more than LIMIT binades."""
-    return ((largest >> 23) - (smallest >> 23)) > LIMIT
+    return (largest >> 23) - ((smallest + 1) >> 23).to(tl.int32, bitcast=True) > LIMIT
+
+
+@triton.jit
+def _span_bf16(high, low, raw, SOFT: tl.constexpr):
+    """As `_span`, of bf16 bits: high holds 0x8000 + the largest, low 0x7fff + the smallest nonzero (0x7fff: none).
+
+    All are int16, and both orders are the signed one, so that one instruction follows two columns.
+    """
+    if SOFT:
+        moved = raw | -0x8000
+        high = tl.maximum(high, moved)
+        low = tl.minimum(low, moved - 1)
+    else:
+        high, low = tl.inline_asm_elementwise(
+            "{ .reg .b32 moved; or.b32 moved, $2, 0x80008000; max.s16x2 $0, $3, moved;"
+            " sub.u32 moved, moved, 0x00010001; min.s16x2 $1, $4, moved; }",
+            "=&r,=r,r,r,r", [raw, high, low], dtype=(tl.int16, tl.int16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return high, low
+
+
+@triton.jit
+def _ends_bf16(high, low):
+    """The exponent fields of the largest and of the smallest nonzero magnitude (256 where there is none)."""
+    return (high.to(tl.int32) & 0x7FFF) >> 7, ((low.to(tl.int32) + 0x8001) & 0xFFFF) >> 7
+
+
+@triton.jit
+def _widen(bits):
+    """x * 2**-896 in fp64 of a finite bf16 x, given as fp32 bits: the bits moved, also those of a subnormal."""
+    return (((bits >> 3) & SIGN_AND_LOW_28).to(tl.int64) << 32).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _load_rows(
+    rows, stride, num_rows, places, first, base, tokens, columns, hidden, K: tl.constexpr, HAS_MAP: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    """The rows at places [base, base + N) and their data, all on their way before the first is added."""
+    held = ()
+    raws = ()
+    for j in tl.static_range(N):
+        held = held + (row_at(places, first, base + j, tokens, K, HAS_MAP),)  # noqa: RUF005 (Triton knows no stars)
+    for j in tl.static_range(N):
+        raws = raws + (load_row(rows, held[j], stride, num_rows, columns, hidden),)  # noqa: RUF005
+    return held, raws
+
+
+@triton.jit
+def _is_last(tags, first, i, K: tl.constexpr):
+    """Nonzero where place i is the last of its engine rank, and beyond the last place."""
+    return tl.load(tags + first * K + i, mask=i < K, other=BEYOND) >> LAST_BIT
 
 
 @triton.jit
@@ -104,7 +158,7 @@ def _unpermute_kernel(
     K: tl.constexpr, GROUPS: tl.constexpr, HAS_MAP: tl.constexpr, ROWS_BF16: tl.constexpr, OUT_BF16: tl.constexpr,
     PRODUCT: tl.constexpr, WEIGHT_BF16: tl.constexpr, ACC: tl.constexpr, RULE: tl.constexpr,
     G: tl.constexpr, CUT: tl.constexpr, SMALLEST: tl.constexpr,
-    ADDEND_LIMIT: tl.constexpr, PARTIAL_LIMIT: tl.constexpr, SOFT: tl.constexpr, UNROLL: tl.constexpr,
+    ADDEND_LIMIT: tl.constexpr, PARTIAL_LIMIT: tl.constexpr, SOFT: tl.constexpr, AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(hidden, BLOCK)
@@ -115,63 +169,57 @@ def _unpermute_kernel(
     acc = tl.zeros([BLOCK], tl.float64 if wide else tl.float32)
     total = tl.zeros([BLOCK], tl.float32 if RULE == ORDERED else tl.float64)
     largest = tl.zeros([BLOCK], tl.int32)  # of the partials
-    smallest = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+    smallest = tl.full([BLOCK], 0xFFFFFFFF, tl.uint32)
     inner_largest = tl.zeros([BLOCK], tl.int32)  # of the addends of one partial
-    inner_smallest = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+    inner_smallest = tl.full([BLOCK], 0xFFFFFFFF, tl.uint32)
     again = tl.zeros([BLOCK], tl.int1)
     wrong = tl.full([], 0, tl.int32)
-
-    # Two rows are on their way while one is added.
-    row = row_at(places, first, 0, tokens, K, HAS_MAP)
-    raw = load_row(rows, row, stride, num_rows, columns, hidden)
-    next_row = row_at(places, first, 1, tokens, K, HAS_MAP)
-    next_raw = load_row(rows, next_row, stride, num_rows, columns, hidden)
-    for i in tl.range(0, K, loop_unroll_factor=UNROLL):
-        this_row = row
-        this_raw = raw
-        row = next_row
-        raw = next_raw
-        next_row = row_at(places, first, i + 2, tokens, K, HAS_MAP)
-        next_raw = load_row(rows, next_row, stride, num_rows, columns, hidden)
-        wrong = wrong | (this_row >= num_rows).to(tl.int32)
-        weight = 0.0
-        if PRODUCT != PLAIN:
-            weight = weight_at(probs, tags, first, i, this_row, K, GROUPS, WEIGHT_BF16)
-        x = addend(this_raw, weight, ROWS_BF16, PRODUCT)
-        if GROUPS == EACH:
-            if RULE == ORDERED:
-                total = total + x
-            else:
-                total = total + x.to(tl.float64)
-            if RULE == EXACT or RULE == WINDOW:
-                largest, smallest = _span(largest, smallest, x)
-        else:
-            acc = accumulate(acc, x, weight, ACC, PRODUCT, SOFT)
-            if ACC == ACC_EXACT:
-                inner_largest, inner_smallest = _span(inner_largest, inner_smallest, x)
-            last = i == K - 1
-            if GROUPS == TAGGED:
-                last = (tl.load(tags + first * K + i) >> LAST_BIT) != 0
-            if last:
-                partial = acc.to(tl.float32)
-                acc = tl.zeros_like(acc)
+    for base in range(0, K, AT_ONCE):
+        held, raws = _load_rows(
+            rows, stride, num_rows, places, first, base, tokens, columns, hidden, K, HAS_MAP, AT_ONCE
+        )
+        for j in tl.static_range(AT_ONCE):
+            i = base + j
+            wrong = wrong | (held[j] >= num_rows).to(tl.int32)
+            weight = 0.0
+            if PRODUCT != PLAIN:
+                weight = weight_at(probs, tags, first, i, held[j], K, GROUPS, WEIGHT_BF16)
+            x = addend(raws[j], weight, ROWS_BF16, PRODUCT, SOFT)
+            if GROUPS == EACH:
                 if RULE == ORDERED:
-                    total = total + partial
+                    total = total + x
                 else:
-                    total = total + partial.to(tl.float64)
+                    total = total + x.to(tl.float64)
                 if RULE == EXACT or RULE == WINDOW:
-                    largest, smallest = _span(largest, smallest, partial)
+                    largest, smallest = _span(largest, smallest, x)
+            else:
+                acc = accumulate(acc, x, weight, ACC, PRODUCT, SOFT)
                 if ACC == ACC_EXACT:
-                    again = again | _too_wide(inner_largest, inner_smallest, ADDEND_LIMIT)
-                    inner_largest = tl.zeros_like(inner_largest)
-                    inner_smallest = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+                    inner_largest, inner_smallest = _span(inner_largest, inner_smallest, x)
+                last = i == K - 1
+                if GROUPS == TAGGED:
+                    last = _is_last(tags, first, i, K) != 0
+                if last:
+                    partial = acc.to(tl.float32)
+                    acc = tl.zeros_like(acc)
+                    if RULE == ORDERED:
+                        total = total + partial
+                    else:
+                        total = total + partial.to(tl.float64)
+                    if RULE == EXACT or RULE == WINDOW:
+                        largest, smallest = _span(largest, smallest, partial)
+                    if ACC == ACC_EXACT:
+                        again = again | _too_wide(inner_largest, inner_smallest, ADDEND_LIMIT)
+                        inner_largest = tl.zeros_like(inner_largest)
+                        inner_smallest = tl.full([BLOCK], 0xFFFFFFFF, tl.uint32)
 
     value = total
     if RULE == EXACT or RULE == WINDOW:
         again = again | _too_wide(largest, smallest, PARTIAL_LIMIT)
     if RULE == WINDOW:
         unit = window_anchor(largest, G) - CUT
-        again = again | ((smallest >> 23) - 150 < unit)  # the window may truncate
+        lowest = ((smallest + 1) >> 23).to(tl.int32, bitcast=True)
+        again = again | ((smallest != 0xFFFFFFFF) & (lowest - 150 < unit))  # the window may truncate
         value = window_close(total, window_anchor(largest, G) - SMALLEST)
         value = tl.where(tl.abs(total) < float("inf"), value, total)
     CHECKED: tl.constexpr = RULE == EXACT or RULE == WINDOW or ACC == ACC_EXACT
@@ -188,12 +236,14 @@ def _plain_bf16_kernel(
     K: tl.constexpr, GROUPS: tl.constexpr, HAS_MAP: tl.constexpr, ROWS_BF16: tl.constexpr, OUT_BF16: tl.constexpr,
     PRODUCT: tl.constexpr, WEIGHT_BF16: tl.constexpr, ACC: tl.constexpr, RULE: tl.constexpr,
     G: tl.constexpr, CUT: tl.constexpr, SMALLEST: tl.constexpr,
-    ADDEND_LIMIT: tl.constexpr, PARTIAL_LIMIT: tl.constexpr, SOFT: tl.constexpr, UNROLL: tl.constexpr,
+    ADDEND_LIMIT: tl.constexpr, PARTIAL_LIMIT: tl.constexpr, SOFT: tl.constexpr, AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """As above for bf16 rows without weights that are summed in fp64 or exactly, at two thirds of the instructions.
+    """As above for bf16 rows without weights that are summed in fp64 or exactly, at half the instructions.
 
-    A conversion to fp64 is 1/8 the rate of an integer operation on Hopper, so bf16 is widened by moving its bits, which
+    One or two bf16 addends of an engine rank are summed in fp32: fp64 and then fp32 would give that rounding too, as
+    an fp64 sum of two 8-bit numbers is either exact or within 2**-45 of the larger. Three and more go through fp64. A
+    conversion to fp64 is 1/8 the rate of an integer operation on Hopper, so bf16 is widened by moving its bits, which
     gives x * 2**-896 (also for subnormals). Sums of these round as those of x do: all are multiples of 2**-133, whose
     fp64 image 2**-1029 is above the smallest fp64 number. NaN and infinities come out finite, so they take the slices.
     All partials are multiples of their addends' lowest bit: the addends' span vouches for the sum across ranks too.
@@ -202,64 +252,68 @@ def _plain_bf16_kernel(
     first = (tl.program_id(0) // blocks).to(tl.int64)
     columns = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
 
-    SPAN: tl.constexpr = RULE == EXACT or RULE == WINDOW or ACC == ACC_EXACT
+    ACROSS: tl.constexpr = RULE == EXACT or RULE == WINDOW  # otherwise only what goes through fp64 is followed
+    short = tl.zeros([BLOCK], tl.float32)
     acc = tl.zeros([BLOCK], tl.float64)
     total = tl.zeros([BLOCK], tl.float32 if RULE == ORDERED else tl.float64)
-    largest = tl.zeros([BLOCK], tl.int32)  # of the addends
-    smallest = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+    high = tl.full([BLOCK], -0x8000, tl.int16)  # of the addends
+    low = tl.full([BLOCK], 0x7FFF, tl.int16)
     partial_largest = tl.zeros([BLOCK], tl.int32)
     wrong = tl.full([], 0, tl.int32)
-    keep = tl.full([], 0.0, tl.float64)  # 0 where an engine rank begins: the chain starts from +0
-
-    # Two rows are on their way while one is added.
-    row = row_at(places, first, 0, tokens, K, HAS_MAP)
-    raw = load_row(rows, row, stride, num_rows, columns, hidden)
-    next_row = row_at(places, first, 1, tokens, K, HAS_MAP)
-    next_raw = load_row(rows, next_row, stride, num_rows, columns, hidden)
-    for i in tl.range(0, K, loop_unroll_factor=UNROLL):
-        this_row = row
-        this_raw = raw
-        row = next_row
-        raw = next_raw
-        next_row = row_at(places, first, i + 2, tokens, K, HAS_MAP)
-        next_raw = load_row(rows, next_row, stride, num_rows, columns, hidden)
-        wrong = wrong | (this_row >= num_rows).to(tl.int32)
-        bits = this_raw.to(tl.int32) << 16
-        scaled = (((bits >> 3) & SIGN_AND_LOW_28).to(tl.int64) << 32).to(tl.float64, bitcast=True)
-        magnitude = bits & 0x7FFFFFFF
-        largest = tl.maximum(largest, magnitude)
-        if SPAN:
-            smallest = tl.minimum(smallest, tl.where(magnitude == 0, 0x7FFFFFFF, magnitude))
-        if GROUPS == EACH:
-            total = total + scaled
-        elif GROUPS == ALL:
-            acc = acc + scaled
-        else:
-            acc = tl.fma(acc, tl.zeros([BLOCK], tl.float64) + keep, scaled)  # exact products: one rounding, the sum's
-            last = (tl.load(tags + first * K + i) >> LAST_BIT) != 0
-            keep = tl.where(last, 0.0, 1.0).to(tl.float64)
-            if last:
-                partial = (acc * UNSCALE).to(tl.float32)
-                total = total + partial.to(total.dtype)
-                if RULE == WINDOW:
-                    partial_largest = tl.maximum(partial_largest, magnitude_bits(partial))
+    begins = tl.full([], 1, tl.int32)  # whether an engine rank begins here, and whether it has three slots or more
+    three = tl.full([], 0, tl.int32)
+    for base in range(0, K, AT_ONCE):
+        held, raws = _load_rows(
+            rows, stride, num_rows, places, first, base, tokens, columns, hidden, K, HAS_MAP, AT_ONCE
+        )
+        lasts = ()
+        if GROUPS == TAGGED:
+            for j in tl.static_range(AT_ONCE + 1):
+                lasts = lasts + (_is_last(tags, first, base + j, K),)  # noqa: RUF005
+        for j in tl.static_range(AT_ONCE):
+            wrong = wrong | (held[j] >= num_rows).to(tl.int32)
+            bits = raws[j].to(tl.int32) << 16
+            if ACROSS or GROUPS != TAGGED:
+                high, low = _span_bf16(high, low, raws[j], SOFT)
+            if GROUPS == EACH:
+                total = total + _widen(bits)
+            elif GROUPS == ALL:
+                acc = acc + _widen(bits)
+            else:
+                three = tl.where(begins != 0, ((lasts[j] | lasts[j + 1]) == 0).to(tl.int32), three)
+                short = tl.where(begins != 0, 0.0, short) + bits.to(tl.float32, bitcast=True)
+                if three != 0:
+                    acc = tl.where(begins != 0, 0.0, acc) + _widen(bits)
+                    if not ACROSS:
+                        high, low = _span_bf16(high, low, raws[j], SOFT)
+                if lasts[j] != 0:
+                    partial = short
+                    if three != 0:
+                        partial = (acc * UNSCALE).to(tl.float32)
+                    total = total + partial.to(total.dtype)
+                    if RULE == WINDOW:
+                        partial_largest = tl.maximum(partial_largest, magnitude_bits(partial))
+                begins = lasts[j]
     if GROUPS == EACH:
         total = total * UNSCALE
-        partial_largest = largest
     elif GROUPS == ALL:
         partial = (acc * UNSCALE).to(tl.float32)
         total = partial.to(total.dtype)
         partial_largest = magnitude_bits(partial)
 
     value = total
-    again = largest >= 0x7F800000
-    if SPAN:
+    highest, lowest = _ends_bf16(high, low)
+    again = highest == 255
+    if ACROSS or ACC == ACC_EXACT:
         spare: tl.constexpr = 0 if GROUPS == EACH else 1  # partials are rounded, at most to the next binade
-        again = again | _too_wide(largest, smallest, ADDEND_LIMIT - spare)
+        again = again | (highest - lowest > ADDEND_LIMIT - spare)
     if RULE == WINDOW:
+        if GROUPS == EACH:
+            partial_largest = (high.to(tl.int32) & 0x7FFF) << 16
         unit = window_anchor(partial_largest, G) - CUT
-        again = again | ((smallest >> 23) - 134 < unit)  # the window may truncate
+        again = again | (lowest - 134 < unit)  # the window may truncate
         value = window_close(total, window_anchor(partial_largest, G) - SMALLEST)
+        value = tl.where(tl.abs(total) < float("inf"), value, total)
     _finish(
         out, rows, stride, num_rows, places, tags, probs, first, tokens, columns, hidden, value, again, wrong,
         K, GROUPS, HAS_MAP, ROWS_BF16, OUT_BF16, PRODUCT, WEIGHT_BF16, ACC, RULE, G, CUT, SMALLEST, SOFT, BLOCK, SUB,
@@ -298,7 +352,7 @@ def forward_constants(
     block = min(1024, triton.next_power_of_2(hidden))
     constants = {
         "K": slots, "GROUPS": groups, "HAS_MAP": has_map, "ROWS_BF16": rows_bf16, "OUT_BF16": out_bf16, "SOFT": soft,
-        "UNROLL": min(slots, 8), "BLOCK": block, "SUB": min(256, block),
+        "AT_ONCE": at_once(slots), "BLOCK": block, "SUB": min(256, block),
         **_codes(contract, weighted, rows_bf16, slots, groups.value),
     }  # fmt: skip
     kernel = _unpermute_kernel

@@ -48,7 +48,7 @@ MAX_SLOTS = 120  # addends of a slice without a rounding error
 def _exact_slots(
     rows, stride, num_rows, places, tags, probs, first, tokens, begin, end, columns, hidden,
     K: tl.constexpr, GROUPS: tl.constexpr, HAS_MAP: tl.constexpr, ROWS_BF16: tl.constexpr, PRODUCT: tl.constexpr,
-    WEIGHT_BF16: tl.constexpr,
+    WEIGHT_BF16: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
     """The exact sum of the addends at places [begin, end), rounded to odd into fp64.
 
@@ -56,28 +56,28 @@ def _exact_slots(
     bound and nothing else (its pull request 9036 says so), and every sum would begin at place 0.
     """
     plain = tl.zeros_like(columns).to(tl.float64)
-    for n in range(0, end - begin):
+    for n in range(end - begin):
         i = begin + n
         row = row_at(places, first, i, tokens, K, HAS_MAP)
         raw = load_row(rows, row, stride, num_rows, columns, hidden)
         weight = 0.0
         if PRODUCT != PLAIN:
             weight = weight_at(probs, tags, first, i, row, K, GROUPS, WEIGHT_BF16)
-        plain += addend(raw, weight, ROWS_BF16, PRODUCT).to(tl.float64)
+        plain += addend(raw, weight, ROWS_BF16, PRODUCT, SOFT).to(tl.float64)
     carry = tl.zeros_like(plain)
     result = tl.zeros_like(plain)
     for j in range(SLICES):
         c = slice_constant(j, WIDTH)
         above = slice_constant(j + 1, WIDTH)
         total = carry
-        for n in range(0, end - begin):
+        for n in range(end - begin):
             i = begin + n
             row = row_at(places, first, i, tokens, K, HAS_MAP)
             raw = load_row(rows, row, stride, num_rows, columns, hidden)
             weight = 0.0
             if PRODUCT != PLAIN:
                 weight = weight_at(probs, tags, first, i, row, K, GROUPS, WEIGHT_BF16)
-            x = addend(raw, weight, ROWS_BF16, PRODUCT).to(tl.float64)
+            x = addend(raw, weight, ROWS_BF16, PRODUCT, SOFT).to(tl.float64)
             total += round_to_slice(x, c) - round_to_slice(x, above)
         carry = (total + above) - above
         result = add_round_to_odd(total - carry, result)
@@ -119,7 +119,7 @@ def exact_partials(
                 weight = 0.0
                 if PRODUCT != PLAIN:
                     weight = weight_at(probs, tags, first, i, row, K, GROUPS, WEIGHT_BF16)
-                x = addend(raw, weight, ROWS_BF16, PRODUCT)
+                x = addend(raw, weight, ROWS_BF16, PRODUCT, SOFT)
                 if GROUPS == EACH:
                     acc = x.to(acc.dtype)
                 else:
@@ -128,7 +128,7 @@ def exact_partials(
                 if ACC == ACC_EXACT and GROUPS != EACH:
                     acc = _exact_slots(
                         rows, stride, num_rows, places, tags, probs, first, tokens, begin, i + 1, columns, hidden,
-                        K, GROUPS, HAS_MAP, ROWS_BF16, PRODUCT, WEIGHT_BF16,
+                        K, GROUPS, HAS_MAP, ROWS_BF16, PRODUCT, WEIGHT_BF16, SOFT,
                     )  # fmt: skip
                 partial = acc.to(tl.float32)
                 acc = tl.zeros_like(acc)
