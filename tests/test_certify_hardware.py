@@ -73,5 +73,10 @@ def test_too_many_columns_are_refused() -> None:
 
 def test_software_never_passes_for_the_switch() -> None:
     assert switches(3, 64)[0].name == "emulated:software"
-    with switches(3, 64)[0].traffic():
-        pass
+
+
+def test_reads_beside_traffic_are_the_same() -> None:
+    ranks = switches(3, 4 * TILE)
+    x = torch.randn(3, 50, device=DEVICE)
+    with ranks[1].traffic():
+        assert same(read_as(ranks, 1, x, 1, 0), EXACT.sum(x))

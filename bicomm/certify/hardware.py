@@ -56,12 +56,15 @@ class Switch:
         self._addresses = buffer.device_addresses
         self._hardware, self._parameters = hardware, parameters
         self._trusted = torch.ones(1, dtype=torch.int32, device=self.device)
+        self._busy = False
         self._copies: tuple[torch.cuda.Stream, Tensor, Tensor] | None = None  # stream, the neighbour's memory, sink
 
     def reduce(self, addends: Tensor, *, rank: int, call: int, blocks: int, alignment: int) -> Tensor:
         """What this rank reads; see `Fabric`. `rank` is this rank, and `call` is only counted elsewhere."""
         self.place(addends[self.rank], alignment)
         self._meet()
+        if self._busy:  # the next meeting waits for these copies too
+            self._copy_meanwhile()
         read = self.read(addends.shape[1], blocks, alignment)
         self._meet()  # nobody writes what somebody still reads
         return read
@@ -98,22 +101,23 @@ class Switch:
 
     @contextlib.contextmanager
     def traffic(self) -> Iterator[None]:
-        """Meanwhile this GPU reads the next rank's memory over and over, on a stream of its own."""
+        """In this block every read runs beside copies of the next rank's memory, on a stream of their own."""
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    def _copy_meanwhile(self) -> None:
         neighbour = _neighbour(self._buffer, self.rank, self.world_size)
         if neighbour is None:
-            yield
             return
         if self._copies is None:
             self._copies = torch.cuda.Stream(self.device), neighbour, torch.empty_like(neighbour)
         side, source, sink = self._copies
-        torch.cuda.synchronize(self.device)
         with torch.cuda.stream(side):
             for _ in range(COPIES):
                 sink.copy_(source, non_blocking=True)
-        try:
-            yield
-        finally:
-            side.synchronize()
 
 
 def open_switch() -> Switch:
