@@ -1,7 +1,7 @@
 """The training mirror on one GPU: forward and backward beside a loop of index_selects and the copy bandwidth.
 
 python bench/mirror.py           T = 8192, top-k 8, EP 8, bf16 rows, H = 2048 and 7168; writes results/mirror.json
-python bench/mirror.py --tune    the forward kernels over block sizes, warps, unrolling; writes results/mirror_tune.json
+python bench/mirror.py --tune    the kernels at a handful of settings, best first; writes results/mirror_tune.json
 
 The peer is the loop that trainers use today: for each engine rank and each slot, a full-size index_select, added up in
 the engine's order. `share` is the copy bandwidth's time for the bytes that must move, over the time taken.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from typing import Any
+from unittest import mock
 
 import common
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from bicomm import mirror
 from bicomm.contract import Contract, Partial
-from bicomm.mirror import forward, kernels
+from bicomm.mirror import backward, forward, kernels
 
 T, K, EP, EXPERTS = 8192, 8, 8, 128
 CONTRACTS = {
@@ -88,20 +89,16 @@ def measure(hidden: int) -> list[dict[str, Any]]:
         options = layer.options(contract)
         weighted = options["probs"] is not None
         with torch.no_grad():
-            took = common.time_graph(lambda o=options: mirror.unpermute(layer.rows, layer.row_of_slot, **o), calls=5)
+            took = common.time_graph(
+                lambda o=options: mirror.unpermute(layer.rows, layer.row_of_slot, **o), calls=5, replays=15
+            )
         row: dict[str, Any] = {"H": hidden, "contract": name, "forward us": took, "share": forward_bound / took}
         if contract.rule == "owner":
             places, tags = layer.row_of_slot, None
         else:
             places, tags = kernels.sort_slots(layer.row_of_slot, layer.rank_of_slot, options["order_of_slot"], EP)
 
-        def backward(p: Tensor = places, t: Tensor | None = tags, w: bool = weighted) -> object:
-            return torch.ops.bicomm_mirror.unpermute_backward(
-                layer.grad, p, t, layer.rows if w else None, layer.probs if w else None, False,
-                layer.rows.shape[0], torch.bfloat16, True,
-            )  # fmt: skip
-
-        took = common.time_graph(backward, calls=5)
+        took = common.time_graph(lambda p=places, t=tags, w=weighted: _backward(layer, p, t, w), calls=5, replays=15)
         row |= {"backward us": took, "backward share": (weighted_bound if weighted else forward_bound) / took}
         if name in ("megatron-vllm-swiglu",):
             with torch.no_grad():
@@ -127,43 +124,57 @@ def measure(hidden: int) -> list[dict[str, Any]]:
     return results
 
 
+SETTINGS = ((1024, 4, 8), (1024, 4, 4), (512, 2, 8), (512, 4, 8), (2048, 8, 8))  # columns, warps, slots at once
+
+
 def tune(hidden: int) -> list[dict[str, Any]]:
-    """The forward kernel alone, at every setting: what `forward_constants` should choose."""
+    """The kernels at a handful of settings, best first: what `forward_constants` and `weighted_tile` should choose."""
     layer = Layer(hidden)
-    bound = T * hidden * (2 * K + 4) / (common.copy_bandwidth() * 1e3)
+    rate = common.copy_bandwidth() * 1e3
+    element = T * hidden
     chosen = forward.forward_constants
-    results = []
-    for name in ("megatron-vllm-swiglu", "megatron-deepgemm", "exact of fp64 partials", "owner", "transformers-bf16"):
-        contract = CONTRACTS[name]
-        options = layer.options(contract)
-        for kernel in dict.fromkeys([chosen_kernel(contract, options), forward._unpermute_kernel]):
-            for block, warps in ((512, 2), (512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8)):
-                for unroll in (1, 8):
-                    setting = {"BLOCK": block, "UNROLL": unroll}
+    results: list[dict[str, Any]] = []
+    for name in ("megatron-vllm-swiglu", "exact of fp64 partials", "owner", "owner, weighted", "transformers-bf16"):
+        options = layer.options(CONTRACTS[name])
 
-                    def with_setting(*args: Any, k: Any = kernel, s: Any = setting, w: int = warps) -> Any:
-                        _, constants, _ = chosen(*args)
-                        return k, {**constants, **s}, w
+        def run(o: dict[str, Any] = options) -> Tensor:
+            with torch.no_grad():
+                return mirror.unpermute(layer.rows, layer.row_of_slot, **o)
 
-                    forward.forward_constants = with_setting  # type: ignore[assignment]
-                    try:
-                        with torch.no_grad():
-                            took = common.time_graph(
-                                lambda o=options: mirror.unpermute(layer.rows, layer.row_of_slot, **o),
-                                calls=3, replays=9,
-                            )  # fmt: skip
-                    finally:
-                        forward.forward_constants = chosen
-                    label = kernel.fn.__name__.strip("_")
-                    row = {"H": hidden, "contract": name, "kernel": label, **setting, "warps": warps, "us": took}
-                    results.append({**row, "share": bound / took})
-    return results
+        rows = []
+        for block, warps, slots in SETTINGS:
+
+            def with_setting(*args: Any, b: int = block, w: int = warps, n: int = slots) -> Any:
+                kernel, constants, _ = chosen(*args)
+                return kernel, {**constants, "BLOCK": b, "AT_ONCE": n, "SUB": min(256, b)}, w
+
+            with mock.patch.object(forward, "forward_constants", with_setting):
+                took = common.time_graph(run, calls=3, replays=9)
+            rows.append(_setting(hidden, name, (block, warps, slots), took, element * (2 * K + 4) / rate))
+        results += sorted(rows, key=lambda r: r["us"])
+    places, tags = kernels.sort_slots(layer.row_of_slot, layer.rank_of_slot, None, EP)
+    rows = []
+    for setting in SETTINGS:
+        with (
+            mock.patch.object(backward, "weighted_tile", lambda _, s=setting: s[:2]),
+            mock.patch.object(backward, "at_once", lambda _, s=setting: s[2]),
+        ):
+            took = common.time_graph(lambda: _backward(layer, places, tags, True), calls=3, replays=9)
+        rows.append(_setting(hidden, "backward, weighted", setting, took, element * (4 * K + 4) / rate))
+    return results + sorted(rows, key=lambda r: r["us"])
 
 
-def chosen_kernel(contract: Contract, options: dict[str, Any]) -> Any:
-    groups = forward.EACH if contract.rule == "owner" else forward.TAGGED
-    weighted = options["probs"] is not None
-    return forward.forward_constants(contract, weighted, True, False, K, 2048, groups, True, False)[0]
+def _setting(hidden: int, name: str, setting: tuple[int, int, int], took: float, bound: float) -> dict[str, Any]:
+    block, warps, slots = setting
+    at = {"BLOCK": block, "warps": warps, "slots": slots}
+    return {"H": hidden, "kernel": name, **at, "us": took, "share": bound / took}
+
+
+def _backward(layer: Layer, places: Tensor, tags: Tensor | None, weighted: bool) -> object:
+    return torch.ops.bicomm_mirror.unpermute_backward(
+        layer.grad, places, tags, layer.rows if weighted else None, layer.probs if weighted else None, False,
+        layer.rows.shape[0], torch.bfloat16, True,
+    )  # fmt: skip
 
 
 def main() -> None:
