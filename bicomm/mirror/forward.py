@@ -349,7 +349,7 @@ def forward_constants(
     has_map: bool, soft: bool,
 ) -> tuple[Any, dict[str, Any], int]:  # fmt: skip
     """The forward kernel for a contract, its constants and its warps: nothing depends on the number of tokens."""
-    block = min(1024, triton.next_power_of_2(hidden))
+    block = min(1024, max(16, triton.next_power_of_2(hidden)))  # instructions that take two columns need two
     constants = {
         "K": slots, "GROUPS": groups, "HAS_MAP": has_map, "ROWS_BF16": rows_bf16, "OUT_BF16": out_bf16, "SOFT": soft,
         "AT_ONCE": at_once(slots), "BLOCK": block, "SUB": min(256, block),
