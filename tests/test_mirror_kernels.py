@@ -129,7 +129,7 @@ for name, capability, ptx, registers, stack in compile_kernels():
     assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx, name
     assert "atom" not in ptx and "red.global" not in ptx, name
     assert stack <= 128, (name, stack)  # a few words, on the path that goes slice by slice
-    assert registers <= 128, (name, registers)
+    assert registers <= (168 if "backward" in name else 128), (name, registers)  # all sums of a token in registers
 """
 
 
