@@ -25,6 +25,7 @@ def test_32_repeats_have_the_bits_of_the_definition(case: tuple[int, int, int, t
     rows, cols, experts, dtype, count_dtype = case
     probs, counts = probabilities(rows, cols, dtype), token_counts(cols, count_dtype)
     padding = torch.arange(rows) % 5 == 1
+    every = rows > 4000  # the largest case in all four ways; the others in two, since each way is a compile
     for mask in (None, padding):
         p = probs.clone()
         if mask is not None:
@@ -32,7 +33,8 @@ def test_32_repeats_have_the_bits_of_the_definition(case: tuple[int, int, int, t
         want = loss_and_gradient(p, counts, rows, experts, padding_mask=mask)
         on_gpu = [p.to(CUDA), counts.to(CUDA)]
         gpu_mask = None if mask is None else mask.to(CUDA)
-        for total in (rows, torch.tensor(rows, device=CUDA)):
+        both = [rows, torch.tensor(rows, device=CUDA)]
+        for total in both if every else both[mask is not None :][:1]:
             for repeat in range(32):
                 with torch.cuda.stream(torch.cuda.Stream() if repeat % 4 == 3 else torch.cuda.current_stream()):
                     torch.cuda.synchronize()
@@ -54,6 +56,8 @@ def test_the_exact_loss_has_the_bits_of_the_definition_however_rows_are_split(
     for parts in (1, 2, 8):
         split = [exact_loss_kernel.column_sums(part.to(CUDA), None).cpu() for part in probs.tensor_split(parts)]
         assert torch.equal(torch.stack(split).sum(0), sums)
+    if rows < 4000:
+        return
     total = torch.tensor(rows, device=CUDA)
     on_device = fused_moe_aux_loss(probs.to(CUDA), counts.to(CUDA), total, experts, 4, 0.01, reduction="exact")
     assert same(on_device, want[0])

@@ -16,7 +16,7 @@ from bicomm.model_hooks import losses, replay, router, router_kernel, scores
 from bicomm.model_hooks.gate import gate
 from router_cases import RULES, logits, same
 
-CUDA = torch.device("cuda")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
@@ -31,56 +31,64 @@ def on(device: torch.device, keyword: dict[str, Any]) -> dict[str, Any]:
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in keyword.items()}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rule", RULES, ids=str)
+def leaf_on(device: torch.device, x: torch.Tensor) -> torch.Tensor:
+    """A leaf there that shares nothing with x: `x.to(cpu)` is x itself, and a copy of what requires grad is no leaf."""
+    return x.detach().clone().to(device).requires_grad_()
+
+
+# every rule in one dtype, and the first two in the others; each third case without padding. A case costs two compiles.
+CASES = [(rule, DTYPES[i % 4], i % 3 != 0) for i, rule in enumerate(RULES)] + [
+    (RULES[0], torch.bfloat16, True),
+    (RULES[1], torch.float32, False),
+]
+
+
+@pytest.mark.parametrize(("rule", "dtype", "padded"), CASES, ids=str)
 def test_forward_and_backward_have_the_bits_of_the_definition(
-    rule: tuple[int, int, dict[str, Any]], dtype: torch.dtype
+    rule: tuple[int, int, dict[str, Any]], dtype: torch.dtype, padded: bool
 ) -> None:
     experts, k, more = rule
     keyword = arguments(experts, more)
     padding = torch.arange(300) % 7 == 3
-    for mask in (None, padding):
-        x = logits(300, experts, dtype=dtype)
-        if mask is not None:
-            x[mask] = torch.nan
-        grad = torch.randn(300, k, generator=torch.Generator().manual_seed(1)).to(dtype)
-        results = []
-        for device in (torch.device("cpu"), CUDA):
-            leaf = x.to(device).requires_grad_()
-            mask_there = None if mask is None else mask.to(device)
-            got = router.route(leaf, k, padding_mask=mask_there, index_dtype=torch.int32, **on(device, keyword))
-            got.weights.backward(grad.to(device))
-            assert leaf.grad is not None
-            results.append((got.weights, got.ids, leaf.grad))
-        assert all(same(a, b) for a, b in zip(*results, strict=True))
+    x = logits(300, experts, dtype=dtype)
+    if padded:
+        x[padding] = torch.nan
+    grad = torch.randn(300, k, generator=torch.Generator().manual_seed(1)).to(dtype)
+    results = []
+    for device in (CPU, CUDA):
+        leaf = leaf_on(device, x)
+        mask = padding.to(device) if padded else None
+        got = router.route(leaf, k, padding_mask=mask, index_dtype=torch.int32, **on(device, keyword))
+        (dx,) = torch.autograd.grad(got.weights, leaf, grad.to(device))
+        results.append((got.weights, got.ids, dx))
+    assert all(same(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("function", scores.SCORE_FUNCTIONS)
-def test_dense_outputs_scores_and_their_gradients(function: str) -> None:
-    for dtype in DTYPES:
-        x = logits(300, 192, dtype=dtype)
-        grad = torch.randn(300, 192, generator=torch.Generator().manual_seed(1))
-        results = []
-        for device in (torch.device("cpu"), CUDA):
-            leaf = x.to(device).requires_grad_()
-            probs, routing_map = router.fused_topk_with_score_function(leaf, 8, True, 4, 2, 2.5, function, None)
-            (a,) = torch.autograd.grad(probs, leaf, grad.to(device, dtype))
-            aux_map, values = router.fused_compute_score_for_moe_aux_loss(leaf, 8, function)
-            (b,) = torch.autograd.grad(values, leaf, grad.to(device))
-            results.append((probs, routing_map, a, aux_map, values, b))
-        assert all(same(p, q) for p, q in zip(*results, strict=True))
+@pytest.mark.parametrize(("function", "dtype"), [("softmax", torch.bfloat16), ("sqrtsoftplus", torch.float32)], ids=str)
+def test_dense_outputs_scores_and_their_gradients(function: str, dtype: torch.dtype) -> None:
+    x = logits(300, 192, dtype=dtype)
+    grad = torch.randn(300, 192, generator=torch.Generator().manual_seed(1))
+    results = []
+    for device in (CPU, CUDA):
+        leaf = leaf_on(device, x)
+        probs, routing_map = router.fused_topk_with_score_function(leaf, 8, True, 4, 2, 2.5, function, None)
+        (a,) = torch.autograd.grad(probs, leaf, grad.to(device, dtype))
+        aux_map, values = router.fused_compute_score_for_moe_aux_loss(leaf, 8, function)
+        (b,) = torch.autograd.grad(values, leaf, grad.to(device))
+        results.append((probs, routing_map, a, aux_map, values, b))
+    assert all(same(p, q) for p, q in zip(*results, strict=True))
 
 
 def test_a_row_does_not_see_its_batch_nor_the_launch_shape() -> None:
     x = logits(8192, 256).to(CUDA)
-    want = router.route(x, 8, renormalize=True)
+    want = router.route(x, 8, renormalize=True, index_dtype=torch.int32)
     for rows in (1, 2, 7, 8, 15, 16, 17, 63, 64, 65, 255, 1024, 2047, 2048, 4096):
-        got = router.route(x[:rows], 8, renormalize=True)
+        got = router.route(x[:rows], 8, renormalize=True, index_dtype=torch.int32)
         assert same(got.ids, want.ids[:rows]) and same(got.weights, want.weights[:rows])
-        last = router.route(x[-rows:], 8, renormalize=True)
+        last = router.route(x[-rows:], 8, renormalize=True, index_dtype=torch.int32)
         assert same(last.ids, want.ids[-rows:]) and same(last.weights, want.weights[-rows:])
     rule = scores.Rule(8, renormalize=True)
-    for shape in ((1, 1), (2, 1), (4, 1), (8, 1), (1, 4), (2, 4), (4, 8)):
+    for shape in ((2, 1), (8, 1), (1, 4), (4, 8)):
         weights, ids = torch.empty_like(want.weights), torch.empty_like(want.ids)
         router_kernel.run_forward(
             x, None, None, None, rule, weights=weights, ids=ids, dense=None, routing_map=None, shape=shape
@@ -96,21 +104,27 @@ def test_more_experts_than_the_kernel_takes() -> None:
 
 def test_route_in_a_graph_follows_its_input() -> None:
     x = logits(512, 256).to(CUDA)
-    router.route(x, 8)
+    router.route(x, 8, renormalize=True, index_dtype=torch.int32)  # compiled before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = router.route(x, 8)
+        got = router.route(x, 8, renormalize=True, index_dtype=torch.int32)
     for seed in (1, 2, 3):
         x.copy_(logits(512, 256, seed))
         graph.replay()
-        want = router.route(logits(512, 256, seed), 8)
+        torch.cuda.synchronize()
+        want = router.route(logits(512, 256, seed), 8, renormalize=True, index_dtype=torch.int32)
         assert same(got.ids, want.ids) and same(got.weights, want.weights)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_gate_rows_do_not_see_the_batch_and_3d_is_2d(dtype: torch.dtype) -> None:
-    for hidden, experts in ((2048, 128), (7168, 256), (2050, 17), (64, 1)):
+def test_gate_rows_do_not_see_the_batch_and_3d_is_2d() -> None:
+    for hidden, experts, dtype in (
+        (2048, 128, torch.bfloat16),
+        (7168, 256, torch.bfloat16),
+        (2050, 17, torch.bfloat16),
+        (2048, 128, torch.float32),
+        (64, 1, torch.float16),
+    ):
         generator = torch.Generator().manual_seed(hidden)
         x = torch.randn(1024, hidden, generator=generator).to(CUDA, dtype)
         w = torch.randn(experts, hidden, generator=generator).to(CUDA, dtype)
@@ -126,8 +140,8 @@ def test_gate_rows_do_not_see_the_batch_and_3d_is_2d(dtype: torch.dtype) -> None
 
 def test_gate_gradients_repeat_and_dx_rows_do_not_see_the_batch() -> None:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(513, 2048, generator=generator).to(CUDA, torch.bfloat16).requires_grad_()
-    w = torch.randn(128, 2048, generator=generator).to(CUDA, torch.bfloat16).requires_grad_()
+    x = torch.randn(513, 2048, generator=generator).to(CUDA, torch.bfloat16).detach().requires_grad_()
+    w = torch.randn(128, 2048, generator=generator).to(CUDA, torch.bfloat16).detach().requires_grad_()
     g = torch.randn(513, 128, generator=generator).to(CUDA)
     dx, dw = torch.autograd.grad(gate(x, w), (x, w), g)
     for _ in range(8):
@@ -147,8 +161,8 @@ def test_z_loss_and_counts_have_the_bits_of_the_definition() -> None:
     x[mask] = torch.nan
     for reduction in ("blocked", "exact"):
         results = []
-        for device in (torch.device("cpu"), CUDA):
-            leaf = x.to(device).requires_grad_()
+        for device in (CPU, CUDA):
+            leaf = leaf_on(device, x)
             loss = losses.z_loss(leaf, 1e-3, padding_mask=mask.to(device), reduction=reduction)  # type: ignore[arg-type]
             (grad,) = torch.autograd.grad(loss, leaf)
             results.append((loss, grad))
@@ -159,7 +173,7 @@ def test_z_loss_and_counts_have_the_bits_of_the_definition() -> None:
 
 
 def test_replay_and_checkpointing_on_the_gpu() -> None:
-    x = logits(64, 32)[9:].to(CUDA).requires_grad_()
+    x = leaf_on(CUDA, logits(64, 32)[9:])
     with replay.record() as tape:
         first = router.route(x, 4)
     other = x.detach() + torch.randn(x.shape, device=CUDA)
@@ -189,15 +203,14 @@ def test_replay_and_checkpointing_on_the_gpu() -> None:
     assert len(calls) == 2 and len(outer) == 1
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_qwen3_moe_trains_twice_and_checkpointed_with_the_same_curve(dtype: str) -> None:
+def test_qwen3_moe_trains_twice_and_checkpointed_with_the_same_curve() -> None:
     pytest.importorskip("transformers")
     tests = Path(__file__).resolve().parent.parent
     environment = {
         **os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}",
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, str(tests / "qwen_router.py"), "cuda", dtype], env=environment, capture_output=True, text=True,
+        [sys.executable, str(tests / "qwen_router.py"), "cuda", "bf16"], env=environment, capture_output=True, text=True,
         timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
