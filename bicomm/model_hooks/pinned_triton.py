@@ -117,6 +117,12 @@ def order_key(value):
 
 
 @triton.jit
+def order_key_of_score(value):
+    """:func:`order_key` of values that are +0, positive or NaN: their bits are in order already."""
+    return tl.where(value != value, -2147483647, value.to(tl.int32, bitcast=True))
+
+
+@triton.jit
 def value_of_key(key):
     """The value that :func:`order_key` was given (a -0 comes back as +0, a NaN as the canonical one)."""
     value = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

@@ -139,6 +139,8 @@ def route_forward(
     s = pointwise(x, high, denominator, FUNCTION)
 
     slot = tl.arange(0, KP)[None, :]
+    # without a bias the key of a chosen expert holds its value: nothing is read or computed a second time
+    FROM_KEY: tl.constexpr = not (REPLAY or BIAS)
     chosen = tl.zeros([R, G_PAD * S_PAD], tl.int32)
     if REPLAY:
         id_tile = tl.load(fixed_ids + row * K + slot, mask=live & (slot < K), other=-1).to(tl.int32)
@@ -147,25 +149,35 @@ def route_forward(
                 id_j = tl.load(fixed_ids + row * K + j, mask=live, other=-1).to(tl.int32)
                 chosen = tl.where(expert == id_j, 1, chosen)
     else:
-        value = s
         if BIAS:
-            value = s + pin.widen(tl.load(bias + e, mask=valid, other=0.0))
-        key = tl.where(valid, pin.order_key(value), ABSENT)
+            key = pin.order_key(s + pin.widen(tl.load(bias + e, mask=valid, other=0.0)))
+        elif FUNCTION == SOFTMAX_AFTER:
+            key = pin.order_key(s)
+        else:
+            key = pin.order_key_of_score(s)
+        key = tl.where(valid, key, ABSENT)
         if G > 1:
             key = _drop_groups(key, expert, g, tl.arange(0, G_PAD)[None, :], S_PAD, G, G_PAD,
                                GROUP_TOPK, GROUP_SCORE_TOPK)  # fmt: skip
         id_tile = tl.full([R, KP], -1, tl.int32)
+        key_tile = tl.full([R, KP], 0, tl.int32)
         for j in range(K):
-            _, best = _first(key, expert, 1)
+            top, best = _first(key, expert, 1)
             id_tile = tl.where(slot == j, best, id_tile)
+            if FROM_KEY:
+                key_tile = tl.where(slot == j, top, key_tile)
             if DENSE or MAP:
                 chosen = tl.where(expert == best, 1, chosen)
             key = tl.where(expert == best, ABSENT, key)
 
     routed = live & (slot < K) & (id_tile >= 0) & (id_tile < E)
     if INDEX or DENSE:
-        xk = pin.widen(tl.load(logits + row * row_stride + id_tile, mask=routed, other=0.0))
-        sk = pointwise(xk, high, denominator, FUNCTION)
+        if FROM_KEY:
+            sk = pin.value_of_key(key_tile)
+            xk = sk  # read by the softmax after top-k alone, whose scores are the logits
+        else:
+            xk = pin.widen(tl.load(logits + row * row_stride + id_tile, mask=routed, other=0.0))
+            sk = pointwise(xk, high, denominator, FUNCTION)
         high_k, denominator_k = _slot_parts(xk, sk, routed, FUNCTION, RENORMALIZE)
     if INDEX:
         w = tl.where(routed, _weight(xk, sk, high_k, denominator_k, FUNCTION, RENORMALIZE), 0.0)

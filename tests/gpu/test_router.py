@@ -210,8 +210,8 @@ def test_qwen3_moe_trains_twice_and_checkpointed_with_the_same_curve() -> None:
         **os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}",
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, str(tests / "qwen_router.py"), "cuda", "bf16"], env=environment, capture_output=True, text=True,
-        timeout=280, check=False,
+        [sys.executable, str(tests / "qwen_router.py"), "cuda", "bf16"], env=environment, capture_output=True,
+        text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     record = json.loads(done.stdout.splitlines()[-1])
