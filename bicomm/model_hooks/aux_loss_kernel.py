@@ -19,8 +19,7 @@ from torch import Tensor
 from bicomm.model_hooks import pinned_triton as pin
 from bicomm.model_hooks.aux_loss import BLOCKS, WIDE_COUNTS, Partition
 
-NUM_BLOCKS = tl.constexpr(BLOCKS)
-WARPS = 8
+HALF_BLOCKS = tl.constexpr(BLOCKS // 2)
 
 
 @triton.jit
@@ -37,12 +36,21 @@ def _constant(c_host, total, start, DEVICE_TOTAL: tl.constexpr):
 
 
 @triton.jit
-def _times_counts(x, counts, pointer, mask, WIDE: tl.constexpr):
+def _counts(counts, pointer, mask, WIDE: tl.constexpr):
+    """Counts as fp32 hi and lo, of which lo means nothing unless WIDE."""
     n = tl.load(counts + pointer, mask=mask, other=0)
     hi = pin.widen(n)
-    out = x * hi
     if WIDE:
         lo = (n.to(tl.int64) - hi.to(tl.int64)).to(tl.float32)
+    else:
+        lo = hi
+    return hi, lo
+
+
+@triton.jit
+def _times_counts(x, hi, lo, WIDE: tl.constexpr):
+    out = x * hi
+    if WIDE:
         out = out + x * lo
     return out
 
@@ -57,14 +65,17 @@ def _tile(probs, padding, r, last, c, cols, row_stride, PADDING: tl.constexpr):
 
 
 @triton.jit
-def _finish(partials, loss, const, c, blocks):
-    i = tl.arange(0, NUM_BLOCKS)
+def _finish(partials, loss, const, c, blocks, WARPS: tl.constexpr):
+    """The sum of the partials, by each warp for itself: a row of the tile is a warp's, so that no warp waits."""
+    row = tl.arange(0, WARPS)[:, None]
+    i = tl.arange(0, HALF_BLOCKS)[None, :] + row * 0
     # .cg: read from L2, where the other blocks' partials are; this SM's L1 may hold older lines
-    p = tl.load(partials + i, mask=i < blocks, other=0.0, cache_modifier=".cg")
-    total = tl.sum(pin.fixed_sum(p, 0), axis=0)
-    tl.store(const, c)
-    tl.store(const + 1, total)
-    tl.store(loss, pin.narrow(total, loss.dtype.element_ty))
+    low = tl.load(partials + i, mask=i < blocks, other=0.0, cache_modifier=".cg")
+    high = tl.load(partials + HALF_BLOCKS + i, mask=i + HALF_BLOCKS < blocks, other=0.0, cache_modifier=".cg")
+    total = pin.fixed_sum(tl.reshape(tl.join(low, high), (WARPS, 2 * HALF_BLOCKS)), 1)
+    tl.store(const + row * 0, c + tl.zeros_like(total), mask=row == 0)
+    tl.store(const + 1 + row * 0, total, mask=row == 0)
+    tl.store(loss + row * 0, pin.narrow(total, loss.dtype.element_ty), mask=row == 0)
 
 
 @triton.jit(do_not_specialize=["rows", "rows_per_block"])
@@ -72,7 +83,7 @@ def aux_loss_partials(
     probs, counts, padding, total, partials, ticket, loss, const, c_host, start, rows: tl.int64, cols: tl.int32,
     row_stride: tl.int64, rows_per_block: tl.int64,
     TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, DEVICE_TOTAL: tl.constexpr, WIDE: tl.constexpr,
-    PADDING: tl.constexpr, UNROLL: tl.constexpr, FINISH: tl.constexpr,
+    PADDING: tl.constexpr, UNROLL: tl.constexpr, FINISH: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     first = block.to(tl.int64) * rows_per_block
@@ -82,6 +93,8 @@ def aux_loss_partials(
     partial = tl.zeros([1, 1], tl.float32)
     for col in range(0, cols, TILE_COLS):
         c_index = col + lane_col
+        # before the rows: under way together with them, and in the layout of the sum
+        hi, lo = _counts(counts, c_index, c_index < cols, WIDE)
         acc = tl.zeros([TILE_ROWS, TILE_COLS], tl.float32)
         for base in range(0, rows_per_block, TILE_ROWS * UNROLL):
             r = first + base + lane_row
@@ -98,7 +111,7 @@ def aux_loss_partials(
                 acc = acc + x3
             else:
                 acc = acc + _tile(probs, padding, r, last, c_index, cols, row_stride, PADDING)
-        weighted = _times_counts(acc, counts, c_index, c_index < cols, WIDE)
+        weighted = _times_counts(acc, hi, lo, WIDE)
         partial += pin.fixed_sum(tl.reshape(weighted, (1, TILE_ROWS * TILE_COLS)), 1)
     c = _constant(c_host, total, start, DEVICE_TOTAL)
     tl.store(partials + block, tl.sum(tl.sum(partial * c, axis=1), axis=0))
@@ -107,13 +120,13 @@ def aux_loss_partials(
         blocks = tl.num_programs(0)
         arrived = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu")
         if arrived == blocks - 1:
-            _finish(partials, loss, const, c, blocks)
+            _finish(partials, loss, const, c, blocks, WARPS)
             tl.store(ticket, 0)
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def aux_loss_finish(partials, total, loss, const, c_host, start, blocks: tl.int32, DEVICE_TOTAL: tl.constexpr):
-    _finish(partials, loss, const, _constant(c_host, total, start, DEVICE_TOTAL), blocks)
+    _finish(partials, loss, const, _constant(c_host, total, start, DEVICE_TOTAL), blocks, 1)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -123,7 +136,8 @@ def aux_loss_backward(
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None].to(tl.int64)
     c_index = tl.program_id(1) * TILE_COLS + tl.arange(0, TILE_COLS)[None, :]
-    row = _times_counts(tl.load(const), counts, c_index, c_index < cols, WIDE) * pin.widen(tl.load(grad))
+    hi, lo = _counts(counts, c_index, c_index < cols, WIDE)
+    row = _times_counts(tl.load(const), hi, lo, WIDE) * pin.widen(tl.load(grad))
     row = tl.broadcast_to(pin.narrow(row, grad_probs.dtype.element_ty), (TILE_ROWS, TILE_COLS))
     if PADDING:
         row = tl.where(tl.load(padding + r, mask=r < rows, other=1) == 0, row, 0.0)
@@ -131,6 +145,12 @@ def aux_loss_backward(
 
 
 # --------------------------------------------------------------------------------------------------------- launchers
+
+
+def warps_of(p: Partition) -> int:
+    """Warps of a block: time only, never bits. One where it has 8 lanes' work or less a thread: no barriers then."""
+    return 1 if p.tile_rows * p.tile_cols <= 256 else 4
+
 
 _scratch: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 _CAPTURED = 1 << 16  # tickets for captured calls on one device; after these, a graph zeroes its own in each replay
@@ -169,6 +189,7 @@ def _launch(
     x = probs if probs.stride(1) == 1 or probs.shape[1] == 1 else probs.contiguous()
     rows, cols = x.shape
     p = Partition.of(rows, cols)
+    warps = warps_of(p)
     device_total = isinstance(c, Tensor)
     c_host = 0.0 if isinstance(c, Tensor) else c
     total = c if isinstance(c, Tensor) else counts
@@ -178,7 +199,7 @@ def _launch(
         rows, cols, x.stride(0), p.rows_per_block,
         TILE_ROWS=p.tile_rows, TILE_COLS=p.tile_cols, DEVICE_TOTAL=device_total, WIDE=counts.dtype in WIDE_COUNTS,
         PADDING=padding_mask is not None, UNROLL=1 if p.steps == 1 else 4, FINISH=ticket is not None,
-        num_warps=WARPS if p.tile_rows * p.tile_cols >= 1024 else 4, enable_fp_fusion=False,
+        WARPS=warps, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     if ticket is None:
         aux_loss_finish[(1,)](
