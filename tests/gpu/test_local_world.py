@@ -500,12 +500,12 @@ def test_the_switchs_whole_path_with_its_load_in_software(comms: list[Communicat
 def test_graphs_stay_valid_while_the_memory_is_suspended(comms: list[Communicator]) -> None:
     x = partials(16, 64)
     run(comms, lambda comm: comm.combine(x[comm.rank], "exact"))
-    graph, outs, main = torch.cuda.CUDAGraph(), [], torch.cuda.Stream()
+    graph, main = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.graph(graph, stream=main):
-        for comm in comms:
+        for comm in comms:  # a branch for each rank
             comm.stream.wait_stream(main)
-            with torch.cuda.stream(comm.stream):
-                outs.append(comm.combine(x[comm.rank], "exact"))
+        outs = issue(comms, lambda comm: comm.combine(x[comm.rank], "exact"))
+        for comm in comms:
             main.wait_stream(comm.stream)
     for comm in comms:
         comm.suspend()

@@ -168,11 +168,11 @@ def test_no_host_sync_and_graph_capture() -> None:
     ids = torch.stack([torch.randperm(64, device=GPU)[:8] for _ in range(64)])
     ids[3, 2] = -1
     placement = mirror.Placement.counts([10, 0, 22, 32])
-    x = torch.randn(64, 512, device=GPU, dtype=torch.bfloat16, requires_grad=True)
-    probs = torch.rand(64, 8, device=GPU, requires_grad=True)
+    leaves = (torch.randn(64, 512, device=GPU, dtype=torch.bfloat16), torch.rand(64, 8, device=GPU))
     tree = Contract("exact", partial=Partial("expert", "fp32", "combine"))
 
     def step() -> list[torch.Tensor]:
+        x, probs = (leaf.detach().requires_grad_() for leaf in leaves)  # leaves of the stream that the step runs on
         slots = mirror.inverse_map(ids, 64, align=16)
         rows = mirror.permute(x, slots.row_of_slot, slots.num_rows)
         out = mirror.unpermute(
