@@ -66,7 +66,7 @@ KERNELS: list[tuple[Any, dict[str, Any], dict[str, str], int]] = [
     (counts_kernel.count_slots, {"K": 8, "PADDING": True, "BLOCK": 1024}, {}, 4),
     (z_loss_kernel.lse_forward, {"E": 96, "P": 128, "R": 1}, {}, 1),
     (z_loss_kernel.lse_backward, {"E": 96, "P": 128, "R": 1}, {"grad_logits": "*bf16"}, 1),
-    (aux_loss_kernel.aux_loss_partials, {**AUX, "DEVICE_TOTAL": False, "UNROLL": 4, "FINISH": True, "WARPS": 4}, {}, 4),
+    (aux_loss_kernel.aux_loss_partials, {**AUX, "DEVICE_TOTAL": False, "UNROLL": 4, "FINISH": True, "WARPS": 8}, {}, 8),
     (aux_loss_kernel.aux_loss_partials, {**AUX, "DEVICE_TOTAL": True, "UNROLL": 1, "FINISH": False, "WARPS": 4}, {}, 4),
     (aux_loss_kernel.aux_loss_finish, {"DEVICE_TOTAL": True}, {}, 1),
     (aux_loss_kernel.aux_loss_backward, AUX, {"grad_probs": "*bf16"}, 4),

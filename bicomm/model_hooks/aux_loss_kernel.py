@@ -148,8 +148,10 @@ def aux_loss_backward(
 
 
 def warps_of(p: Partition) -> int:
-    """Warps of a block: time only, never bits. One where it has 8 lanes' work or less a thread: no barriers then."""
-    return 1 if p.tile_rows * p.tile_cols <= 256 else 4
+    """Warps of a block: time only, never bits. One where the tile is small (no barriers), eight where loads queue."""
+    if p.tile_rows * p.tile_cols <= 256:
+        return 1
+    return 4 if p.steps == 1 else 8
 
 
 _scratch: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}

@@ -260,11 +260,14 @@ def pad(n: int) -> int:
     return triton.next_power_of_2(n)  # type: ignore[no-any-return]
 
 
-def launch_shape(rows: int, lanes: int) -> tuple[int, int]:
-    """(rows of a program, warps). One warp keeps every reduction inside it; it affects time only, never bits."""
+def launch_shape(rows: int, lanes: int, a_thread: int = 32) -> tuple[int, int]:
+    """(rows of a program, warps). One warp keeps every reduction inside it; it affects time only, never bits.
+
+    a_thread: experts that one thread holds at most. The forward takes 16, so that more warps hide each other's waits.
+    """
     if lanes > 512:
         return 1, 4
-    return (1 if rows < 2048 else max(1, min(8, 1024 // lanes))), 1
+    return (1 if rows < 2048 else max(1, min(8, 32 * a_thread // lanes))), 1
 
 
 def _function(rule: Rule) -> int:
@@ -289,7 +292,7 @@ def run_forward(
         return
     group = E // rule.num_groups
     g_pad, s_pad = pad(rule.num_groups), pad(group)
-    R, warps = shape or launch_shape(T, g_pad * s_pad)
+    R, warps = shape or launch_shape(T, g_pad * s_pad, 16)
     spare = x  # stands where an argument is not used
     route_forward[(triton.cdiv(T, R),)](
         x,
