@@ -84,8 +84,8 @@ def _backward(weighted: bool, capability: int) -> Any:
         "hidden": "i32",
     }  # fmt: skip
     if weighted:
-        constants |= {"NEED_ROWS": True, "AT_ONCE": 8, "BLOCK": 1024}
-        return _compile(backward._weighted_kernel, types, constants, capability, 4)
+        constants |= {"NEED_ROWS": True, "AT_ONCE": 8, "BLOCK": 512}
+        return _compile(backward._weighted_kernel, types, constants, capability, 2)
     constants |= {"WEIGHTED": False, "BLOCK": 1024}
     return _compile(backward._scatter_kernel, types, constants, capability, 4)
 

@@ -1,0 +1,137 @@
+"""The forward kernel of bf16 rows without weights: sums in fp64, or exact ones, at half the instructions."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, unreachable"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from bicomm.arithmetic import magnitude_bits, window_anchor, window_close
+from bicomm.mirror.addends import ACC_EXACT, ALL, EACH, EXACT, ORDERED, TAGGED, WINDOW
+from bicomm.mirror.block import finish, is_last, load_rows
+
+SIGN_AND_LOW_28 = tl.constexpr(-0x70000001)  # 0x8fffffff as int32
+UNSCALE = tl.constexpr(2.0**896)
+
+
+@triton.jit
+def _span_bf16(high, low, raw, SOFT: tl.constexpr):
+    """As `_span`, of bf16 bits: high holds 0x8000 + the largest, low 0x7fff + the smallest nonzero (0x7fff: none).
+
+    All are int16, and both orders are the signed one, so that one instruction follows two columns.
+    """
+    if SOFT:
+        moved = raw | -0x8000
+        high = tl.maximum(high, moved)
+        low = tl.minimum(low, moved - 1)
+    else:
+        high, low = tl.inline_asm_elementwise(
+            "{ .reg .b32 moved; or.b32 moved, $2, 0x80008000; max.s16x2 $0, $3, moved;"
+            " sub.u32 moved, moved, 0x00010001; min.s16x2 $1, $4, moved; }",
+            "=&r,=r,r,r,r", [raw, high, low], dtype=(tl.int16, tl.int16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return high, low
+
+
+@triton.jit
+def _ends_bf16(high, low):
+    """The exponent fields of the largest and of the smallest nonzero magnitude (256 where there is none)."""
+    return (high.to(tl.int32) & 0x7FFF) >> 7, ((low.to(tl.int32) + 0x8001) & 0xFFFF) >> 7
+
+
+@triton.jit
+def _widen(bits):
+    """x * 2**-896 in fp64 of a finite bf16 x, given as fp32 bits: the bits moved, also those of a subnormal."""
+    return (((bits >> 3) & SIGN_AND_LOW_28).to(tl.int64) << 32).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def plain_bf16_kernel(
+    out, rows, stride, num_rows, places, tags, probs, tokens, hidden,
+    K: tl.constexpr, GROUPS: tl.constexpr, HAS_MAP: tl.constexpr, ROWS_BF16: tl.constexpr, OUT_BF16: tl.constexpr,
+    PRODUCT: tl.constexpr, WEIGHT_BF16: tl.constexpr, ACC: tl.constexpr, RULE: tl.constexpr,
+    G: tl.constexpr, CUT: tl.constexpr, SMALLEST: tl.constexpr,
+    ADDEND_LIMIT: tl.constexpr, PARTIAL_LIMIT: tl.constexpr, SOFT: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr, SUB: tl.constexpr,
+):  # fmt: skip
+    """As above for bf16 rows without weights that are summed in fp64 or exactly, at half the instructions.
+
+    One or two bf16 addends of an engine rank are summed in fp32: fp64 and then fp32 would give that rounding too, as
+    an fp64 sum of two 8-bit numbers is either exact or within 2**-45 of the larger. Three and more go through fp64. A
+    conversion to fp64 is 1/8 the rate of an integer operation on Hopper, so bf16 is widened by moving its bits, which
+    gives x * 2**-896 (also for subnormals). Sums of these round as those of x do: all are multiples of 2**-133, whose
+    fp64 image 2**-1029 is above the smallest fp64 number. NaN and infinities come out finite, so they take the slices.
+    All partials are multiples of their addends' lowest bit: the addends' span vouches for the sum across ranks too.
+    """
+    blocks = tl.cdiv(hidden, BLOCK)
+    first = (tl.program_id(0) // blocks).to(tl.int64)
+    columns = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+
+    ACROSS: tl.constexpr = RULE == EXACT or RULE == WINDOW  # otherwise only what goes through fp64 is followed
+    short = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK], tl.float64)
+    total = tl.zeros([BLOCK], tl.float32 if RULE == ORDERED else tl.float64)
+    high = tl.full([BLOCK], -0x8000, tl.int16)  # of the addends
+    low = tl.full([BLOCK], 0x7FFF, tl.int16)
+    partial_largest = tl.zeros([BLOCK], tl.int32)
+    wrong = tl.full([], 0, tl.int32)
+    begins = tl.full([], 1, tl.int32)  # whether an engine rank begins here, and whether it has three slots or more
+    three = tl.full([], 0, tl.int32)
+    for base in range(0, K, AT_ONCE):
+        held, raws = load_rows(
+            rows, stride, num_rows, places, first, base, tokens, columns, hidden, K, HAS_MAP, AT_ONCE
+        )
+        lasts = ()
+        if GROUPS == TAGGED:
+            for j in tl.static_range(AT_ONCE + 1):
+                lasts = lasts + (is_last(tags, first, base + j, K),)  # noqa: RUF005
+        for j in tl.static_range(AT_ONCE):
+            wrong = wrong | (held[j] >= num_rows).to(tl.int32)
+            bits = raws[j].to(tl.int32) << 16
+            if ACROSS or GROUPS != TAGGED:
+                high, low = _span_bf16(high, low, raws[j], SOFT)
+            if GROUPS == EACH:
+                total = total + _widen(bits)
+            elif GROUPS == ALL:
+                acc = acc + _widen(bits)
+            else:
+                three = tl.where(begins != 0, ((lasts[j] | lasts[j + 1]) == 0).to(tl.int32), three)
+                short = tl.where(begins != 0, 0.0, short) + bits.to(tl.float32, bitcast=True)
+                if three != 0:
+                    acc = tl.where(begins != 0, 0.0, acc) + _widen(bits)
+                    if not ACROSS:
+                        high, low = _span_bf16(high, low, raws[j], SOFT)
+                if lasts[j] != 0:
+                    partial = short
+                    if three != 0:
+                        partial = (acc * UNSCALE).to(tl.float32)
+                    total = total + partial.to(total.dtype)
+                    if RULE == WINDOW:
+                        partial_largest = tl.maximum(partial_largest, magnitude_bits(partial))
+                begins = lasts[j]
+    if GROUPS == EACH:
+        total = total * UNSCALE
+    elif GROUPS == ALL:
+        partial = (acc * UNSCALE).to(tl.float32)
+        total = partial.to(total.dtype)
+        partial_largest = magnitude_bits(partial)
+
+    value = total
+    highest, lowest = _ends_bf16(high, low)
+    again = highest == 255
+    if ACROSS or ACC == ACC_EXACT:
+        spare: tl.constexpr = 0 if GROUPS == EACH else 1  # partials are rounded, at most to the next binade
+        again = again | (highest - lowest > ADDEND_LIMIT - spare)
+    if RULE == WINDOW:
+        if GROUPS == EACH:
+            partial_largest = (high.to(tl.int32) & 0x7FFF) << 16
+        unit = window_anchor(partial_largest, G) - CUT
+        again = again | (lowest - 134 < unit)  # the window may truncate
+        value = window_close(total, window_anchor(partial_largest, G) - SMALLEST)
+        value = tl.where(tl.abs(total) < float("inf"), value, total)
+    finish(
+        out, rows, stride, num_rows, places, tags, probs, first, tokens, columns, hidden, value, again, wrong,
+        K, GROUPS, HAS_MAP, ROWS_BF16, OUT_BF16, PRODUCT, WEIGHT_BF16, ACC, RULE, G, CUT, SMALLEST, SOFT, BLOCK, SUB,
+        True,
+    )  # fmt: skip
