@@ -161,6 +161,6 @@ def broadcast(call: Broadcast, *, hardware: bool = True, tile: Tile | None = Non
     _broadcast_kernel[grid(cdiv(nbytes // size, tile.block), tile, call.rows.device, call.sync)](
         call.peers, source, call.splits, call.trusted, call.multicast, call.offset, row_bytes // size,
         call.rows.shape[0], call.capacity, call.rank, W=call.peers.numel(), HARDWARE=hardware, EDGES=edges, SIZE=size,
-        VEC=1 if edges else aligned_elements(source), BLOCK=tile.block, num_warps=tile.warps, enable_fp_fusion=False,
+        VEC=1 if edges else aligned_elements(source), BLOCK=tile.block, **tile.options,
         **barriers(call.sync, tile.warps),
     )  # fmt: skip

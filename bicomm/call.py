@@ -27,11 +27,21 @@ RUNTIME_INTEGERS = (
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How a launch is cut: elements a tile, warps a block, and the most blocks for each multiprocessor."""
+    """How a launch is cut: elements a tile, warps a block, and the most blocks for each multiprocessor.
+
+    registers: what the assembler may use for a thread. Left alone, it aims at some occupancy and spills a few words in
+    the path that goes slice by slice.
+    """
 
     block: int
     warps: int
     blocks_per_sm: int
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Launch options. No kernel may fuse a product with a sum: that rounds once where contracts round twice."""
+        return {"num_warps": self.warps, "maxnreg": self.registers, "enable_fp_fusion": False}
 
 
 @dataclasses.dataclass(frozen=True)

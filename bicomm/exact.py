@@ -175,9 +175,11 @@ def tile_for(elements: int, addends: int) -> Tile:
     Two blocks a multiprocessor, which all run at once, take 72 us for 4096 x 2048 where 4 warps took 83; in between 512
     elements a block are quicker. Looped loads of more than 16 addends would spill at 1,024.
     """
-    if addends > UNROLL.value or 1 << 15 < elements <= 1 << 20:
+    if addends > UNROLL.value:
+        return Tile(512, 4, 8, 128)
+    if 1 << 15 < elements <= 1 << 20:
         return Tile(512, 4, 8)
-    return Tile(1024, 8, 2)
+    return Tile(1024, 8, 2, 128)  # so many registers that two blocks fit
 
 
 def reduce(call: Reduce, parameters: tuple[int, ...] = (), *, tile: Tile | None = None) -> Tensor:
@@ -192,6 +194,6 @@ def reduce(call: Reduce, parameters: tuple[int, ...] = (), *, tile: Tile | None 
         call.peers, bits_of(call.out), call.splits, call.offset, call.start // vector, call.count // vector,
         call.hidden // vector, call.out.shape[0], call.rank, W=call.world_size, ROTATE=call.rotate,
         ON_DEVICE=call.splits is not None, LIMIT=spread_limit(call.world_size), G=g, T=t, S=s, VEC=vector,
-        BLOCK=tile.block, num_warps=tile.warps, enable_fp_fusion=False, **barriers(call.sync, tile.warps),
+        BLOCK=tile.block, **tile.options, **barriers(call.sync, tile.warps),
     )  # fmt: skip
     return call.out

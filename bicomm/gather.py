@@ -76,6 +76,6 @@ def gather(call: Gather, *, tile: Tile | None = None) -> Tensor:
     _gather_kernel[grid(cdiv(nbytes // word, tile.block) + call.peers.numel(), tile, call.out.device, call.sync)](
         call.peers, flat, call.device_splits, call.offset, call.row_bytes // call.unit, call.out.shape[0], call.rank,
         W=call.peers.numel(), ROTATE=call.rotate, VEC=vector, FILL=_FILL[word], BLOCK=tile.block,
-        num_warps=tile.warps, enable_fp_fusion=False, **barriers(call.sync, tile.warps),
+        **tile.options, **barriers(call.sync, tile.warps),
     )  # fmt: skip
     return call.out

@@ -159,7 +159,7 @@ def reduce(
         call.peers, bits_of(call.out), call.splits, trusted, multicast, call.offset, call.start, call.count,
         call.hidden, call.out.shape[0], call.rank, W=call.world_size, ROTATE=call.rotate,
         ON_DEVICE=call.splits is not None, LIMIT=spread_limit(call.world_size), G=g, T=t, S=s, HARDWARE=hardware,
-        EDGES=edges, VEC=1 if edges else min(aligned_elements(call.out), 4), BLOCK=tile.block, num_warps=tile.warps,
-        enable_fp_fusion=False, **barriers(call.sync, tile.warps),
+        EDGES=edges, VEC=1 if edges else min(aligned_elements(call.out), 4), BLOCK=tile.block, **tile.options,
+        **barriers(call.sync, tile.warps),
     )  # fmt: skip
     return call.out

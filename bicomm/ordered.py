@@ -68,6 +68,6 @@ def reduce(call: Reduce, *, accumulator: torch.dtype = torch.float32, tile: Tile
         call.peers, bits_of(call.out), call.splits, call.offset, call.start // vector, call.count // vector,
         call.hidden // vector, call.out.shape[0], call.rank, W=call.world_size, ROTATE=call.rotate,
         ON_DEVICE=call.splits is not None, ACC=tl.float64 if accumulator == torch.float64 else tl.float32, VEC=vector,
-        BLOCK=tile.block, num_warps=tile.warps, enable_fp_fusion=False, **barriers(call.sync, tile.warps),
+        BLOCK=tile.block, **tile.options, **barriers(call.sync, tile.warps),
     )  # fmt: skip
     return call.out

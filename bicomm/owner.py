@@ -121,7 +121,7 @@ def dense_rows(tokens: int, slots: int, first: int | Tensor, device: torch.devic
 def tile_for(tokens: int, hidden: int) -> Tile:
     """The launch for so many tokens of so many elements."""
     widest = triton.next_power_of_2(min(max(hidden, 128), 1024))
-    return Tile(min(widest, 512), 4, 8) if tokens * hidden <= 1 << 20 else Tile(widest, 4, 8)
+    return Tile(min(widest, 512), 4, 8) if tokens * hidden <= 1 << 20 else Tile(widest, 4, 8, 152)
 
 
 def pull(call: Pull, *, tile: Tile | None = None) -> Tensor:
@@ -143,6 +143,6 @@ def pull(call: Pull, *, tile: Tile | None = None) -> Tensor:
         hidden // vector, tokens, columns, NO_LIMIT if call.rows is None else call.rows, call.rank,
         W=call.peers.numel(), K=slots, DTYPE=tl.int16 if call.dtype == torch.bfloat16 else tl.float32,
         WEIGHTED=weighted, LIMIT=spread_limit(slots, 8 if short else 24), COUNTED=call.count is not None, VEC=vector,
-        BLOCK=tile.block, num_warps=tile.warps, enable_fp_fusion=False, **barriers(call.sync, tile.warps),
+        BLOCK=tile.block, **tile.options, **barriers(call.sync, tile.warps),
     )  # fmt: skip
     return call.out
