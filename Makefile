@@ -34,7 +34,7 @@ test-gpu: $(READY)
 	$(GPU) $(PY) -m pytest tests/gpu $(ARGS)
 
 memcheck: $(READY)
-	$(GPU) compute-sanitizer --tool memcheck --error-exitcode 9 $(PY) -m pytest tests/gpu/test_kernels.py tests/gpu/test_local_world.py \
+	$(GPU) compute-sanitizer --tool memcheck --error-exitcode 9 $(PY) -m pytest tests/gpu/test_kernels.py \
 		-k memcheck --timeout 600 $(ARGS)
 
 lint: $(READY)

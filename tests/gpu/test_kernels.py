@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bicomm import exact, multimem, ordered
-from bicomm.call import Reduce, Tile
+from bicomm import barrier, exact, multimem, ordered
+from bicomm.call import Reduce, Sync, Tile
 from bicomm.contract import EXACT, ORDERED, Contract
+from bicomm.signature import sign
 from kernel_cases import (
     REDUCTIONS,
     WINDOWS,
@@ -121,3 +122,28 @@ def test_more_than_two_to_the_31_elements(module: object) -> None:
     module.reduce(call)  # type: ignore[attr-defined]
     contract = ORDERED if module is ordered else EXACT
     assert_bits(out.cpu(), contract.sum([tail] * 3))
+
+
+def test_barriers_around_a_kernel_memcheck() -> None:
+    """Three ranks, one after the other: what the peers would have pushed is planted, so that no kernel waits."""
+    world, rows, hidden, call_number = 3, 4, 40, 41
+    data = family("tie_dust", world, [world * rows, hidden])
+    ranks = Ranks(data, device=GPU)
+    told = sign("combine", torch.float32, ORDERED, hidden, (0, 256), world * rows, (rows,) * world)
+    control = torch.zeros(world, barrier.control_words(world), dtype=torch.int64, device=GPU)
+    control[:, barrier.GENERATION.value], control[:, barrier.EPOCH.value] = call_number - 1, 1
+    arrivals = barrier.WORDS.value
+    for rank in range(world):
+        for other in {0, 1, 2} - {rank}:
+            control[rank, arrivals + other] = (call_number << 24) + told.mark
+            control[rank, arrivals + world + other] = call_number << 24
+    addresses = torch.tensor([words.data_ptr() for words in control], device=GPU)
+    for rank in range(world):
+        page = torch.zeros(barrier.page_words(world), dtype=torch.int64).pin_memory()
+        sync = Sync(addresses, control[rank], page, told.what, told.shape, told.tokens, told.mark, patience=10**9)
+        out = torch.empty(rows, hidden, device=GPU)
+        call = Reduce(ranks.peers, 0, rank, hidden, out, start=rank * rows * hidden, count=rows * hidden, sync=sync)
+        ordered.reduce(call)
+        assert_bits(out.cpu(), ORDERED.sum(data[:, rank * rows : (rank + 1) * rows]))
+        assert control[rank, barrier.GENERATION.value] == call_number
+        assert not page.any()
