@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._library.effects import EffectType
 
 from bicomm.errors import BicommError
+from bicomm.inductor import keep_order
 from bicomm.rows_gradient import of_rows, of_weights
 from bicomm.transport import Asked
 
@@ -71,6 +72,7 @@ def combine(
 
 @combine.register_fake
 def _(x, splits, counts, handle, rank, size, mode, out_dtype, capacity, asked, fixed):  # type: ignore[no-untyped-def]
+    keep_order()
     if splits is not None:
         rows = splits[rank]
     elif counts is None:
@@ -100,6 +102,7 @@ def dispatch(
 
 @dispatch.register_fake
 def _(x, splits, counts, handle, rank, size, mode, capacity, asked, fixed):  # type: ignore[no-untyped-def]
+    keep_order()
     if splits is not None:
         rows = sum(splits)
     else:
@@ -131,6 +134,7 @@ def combine_rows(
 
 @combine_rows.register_fake
 def _(rows, row_of_slot, rank_of_slot, weights, handle, rank, size, product_dtype, out_dtype, asked, fixed):  # type: ignore[no-untyped-def]
+    keep_order()
     return rows.new_empty((row_of_slot.shape[0], rows.shape[1]), dtype=out_dtype)
 
 
@@ -151,6 +155,7 @@ def combine_counted(grad: Tensor, handle: int, rank: int, size: int, mode: str, 
 
 @combine_counted.register_fake
 def _(grad, handle, rank, size, mode, rows):  # type: ignore[no-untyped-def]
+    keep_order()
     return grad.new_empty((rows, grad.shape[1]), dtype=torch.float32)
 
 
@@ -179,6 +184,7 @@ def combine_rows_backward(
 
 @combine_rows_backward.register_fake
 def _(grad, rows, row_of_slot, rank_of_slot, weights, handle, rank, size, words):  # type: ignore[no-untyped-def]
+    keep_order()
     to_rows = torch.empty_like(rows, memory_format=torch.contiguous_format) if "rows" in words else rows.new_empty(0)
     shape = row_of_slot.shape if "weights" in words else (0,)
     return to_rows, grad.new_empty(shape, dtype=torch.float32)
