@@ -124,7 +124,9 @@ def measure(hidden: int) -> list[dict[str, Any]]:
     return results
 
 
-SETTINGS = ((1024, 4, 8), (1024, 4, 4), (512, 2, 8), (512, 4, 8), (2048, 8, 8))  # columns, warps, slots at once
+# columns, warps, slots at once, at most so many registers (None: the compiler's choice)
+SETTINGS = ((1024, 4, 8, None), (1024, 4, 8, 96), (1024, 4, 8, 80), (1024, 4, 8, 64), (1024, 4, 4, 64), (512, 2, 8, 80))
+BACKWARD_SETTINGS = ((512, 2, 8), (512, 2, 4), (1024, 4, 4), (256, 1, 8))
 
 
 def tune(hidden: int) -> list[dict[str, Any]]:
@@ -134,7 +136,13 @@ def tune(hidden: int) -> list[dict[str, Any]]:
     element = T * hidden
     chosen = forward.forward_constants
     results: list[dict[str, Any]] = []
-    for name in ("megatron-vllm-swiglu", "exact of fp64 partials", "owner", "owner, weighted", "transformers-bf16"):
+    for name in (
+        "megatron-vllm-swiglu",
+        "exact of fp64 partials",
+        "owner, weighted",
+        "transformers-bf16",
+        "megatron-deepgemm",
+    ):
         options = layer.options(CONTRACTS[name])
 
         def run(o: dict[str, Any] = options) -> Tensor:
@@ -142,31 +150,33 @@ def tune(hidden: int) -> list[dict[str, Any]]:
                 return mirror.unpermute(layer.rows, layer.row_of_slot, **o)
 
         rows = []
-        for block, warps, slots in SETTINGS:
+        for setting in SETTINGS:
 
-            def with_setting(*args: Any, b: int = block, w: int = warps, n: int = slots) -> Any:
-                kernel, constants, _ = chosen(*args)
-                return kernel, {**constants, "BLOCK": b, "AT_ONCE": n, "SUB": min(256, b)}, w
+            def with_setting(*args: Any, s: Any = setting) -> Any:
+                kernel, constants, options = chosen(*args)
+                constants = {**constants, "BLOCK": s[0], "AT_ONCE": s[2], "SUB": min(256, s[0])}
+                return kernel, constants, {**options, "num_warps": s[1], "maxnreg": s[3]}
 
             with mock.patch.object(forward, "forward_constants", with_setting):
                 took = common.time_graph(run, calls=3, replays=9)
-            rows.append(_setting(hidden, name, (block, warps, slots), took, element * (2 * K + 4) / rate))
+            rows.append(_setting(hidden, name, setting, took, element * (2 * K + 4) / rate))
         results += sorted(rows, key=lambda r: r["us"])
     places, tags = kernels.sort_slots(layer.row_of_slot, layer.rank_of_slot, None, EP)
     rows = []
-    for setting in SETTINGS:
+    for shape in BACKWARD_SETTINGS:
         with (
-            mock.patch.object(backward, "weighted_tile", lambda _, s=setting: s[:2]),
-            mock.patch.object(backward, "at_once", lambda _, s=setting: s[2]),
+            mock.patch.object(backward, "weighted_tile", lambda _, s=shape: s[:2]),
+            mock.patch.object(backward, "at_once", lambda _, s=shape: s[2]),
         ):
             took = common.time_graph(lambda: _backward(layer, places, tags, True), calls=3, replays=9)
-        rows.append(_setting(hidden, "backward, weighted", setting, took, element * (4 * K + 4) / rate))
+        rows.append(_setting(hidden, "backward, weighted", (*shape, None), took, element * (4 * K + 4) / rate))
     return results + sorted(rows, key=lambda r: r["us"])
 
 
-def _setting(hidden: int, name: str, setting: tuple[int, int, int], took: float, bound: float) -> dict[str, Any]:
-    block, warps, slots = setting
-    at = {"BLOCK": block, "warps": warps, "slots": slots}
+def _setting(
+    hidden: int, name: str, setting: tuple[int, int, int, int | None], took: float, bound: float
+) -> dict[str, Any]:
+    at = dict(zip(("BLOCK", "warps", "slots", "registers"), setting, strict=True))
     return {"H": hidden, "kernel": name, **at, "us": took, "share": bound / took}
 
 

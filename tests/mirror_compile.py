@@ -32,7 +32,9 @@ FORWARD = {  # contract: weighted
 BLACKWELL = ("transformers-bf16", "exact/1+slot-exact-activation")  # these two hold every construct
 
 
-def _compile(kernel: Any, types: dict[str, str | None], constants: dict[str, Any], capability: int, warps: int) -> Any:
+def _compile(
+    kernel: Any, types: dict[str, str | None], constants: dict[str, Any], capability: int, options: dict[str, Any]
+) -> Any:
     signature, values, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in constants or types[name] is None:
@@ -43,7 +45,6 @@ def _compile(kernel: Any, types: dict[str, str | None], constants: dict[str, Any
         if str(types[name]).startswith("*") or name in ("hidden", "stride"):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, values, attributes)
-    options = {"num_warps": warps, "enable_fp_fusion": False}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -62,7 +63,7 @@ def compile_forward(name: str, weighted: bool, capability: int, slots: int = 8, 
     """The forward kernel as `kernels.unpermute` would launch it for this contract at H divisible by 16."""
     contract = Contract.parse(name)
     groups = addends.EACH if contract.rule == "owner" else addends.TAGGED
-    kernel, constants, warps = forward.forward_constants(
+    kernel, constants, options = forward.forward_constants(
         contract, weighted, rows_bf16, False, slots, 2048, groups, True, False
     )
     types = {
@@ -70,10 +71,11 @@ def compile_forward(name: str, weighted: bool, capability: int, slots: int = 8, 
         "tags": "*i32" if groups is addends.TAGGED else None, "probs": "*fp32" if weighted else None, "tokens": "i32",
         "hidden": "i32",
     }  # fmt: skip
-    return _compile(kernel, types, constants, capability, warps)
+    return _compile(kernel, types, constants, capability, options)
 
 
 def _backward(weighted: bool, capability: int) -> Any:
+    plain = {"enable_fp_fusion": False}
     constants: dict[str, Any] = {
         "K": 8, "GROUPS": addends.TAGGED, "GRAD_BF16": False, "ROWS_BF16": True, "WEIGHT_BF16": False, "SOFT": False,
         "FILL": 32,
@@ -85,9 +87,9 @@ def _backward(weighted: bool, capability: int) -> Any:
     }  # fmt: skip
     if weighted:
         constants |= {"NEED_ROWS": True, "AT_ONCE": 8, "BLOCK": 512}
-        return _compile(backward._weighted_kernel, types, constants, capability, 2)
+        return _compile(backward._weighted_kernel, types, constants, capability, {"num_warps": 2, **plain})
     constants |= {"WEIGHTED": False, "BLOCK": 1024}
-    return _compile(backward._scatter_kernel, types, constants, capability, 4)
+    return _compile(backward._scatter_kernel, types, constants, capability, {"num_warps": 4, **plain})
 
 
 def compile_kernels() -> Iterator[tuple[str, int, str, int, int]]:

@@ -166,8 +166,8 @@ def _codes(contract: Contract, weighted: bool, rows_bf16: bool, slots: int, grou
 def forward_constants(
     contract: Contract, weighted: bool, rows_bf16: bool, out_bf16: bool, slots: int, hidden: int, groups: tl.constexpr,
     has_map: bool, soft: bool,
-) -> tuple[Any, dict[str, Any], int]:  # fmt: skip
-    """The forward kernel for a contract, its constants and its warps: nothing depends on the number of tokens."""
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """The forward kernel for a contract, its constants and the launch's options, whatever the number of tokens."""
     block = min(1024, max(16, triton.next_power_of_2(hidden)))  # instructions that take two columns need two
     constants = {
         "K": slots, "GROUPS": groups, "HAS_MAP": has_map, "ROWS_BF16": rows_bf16, "OUT_BF16": out_bf16, "SOFT": soft,
@@ -180,14 +180,15 @@ def forward_constants(
         sums_exactly = rule in (EXACT, WINDOW)
         if sums_exactly if groups.value == EACH.value else acc in (ACC_EXACT, ACC_FP64):
             kernel = plain_bf16_kernel
-    # Measured on an H200 (bench/mirror.py --tune), T = 8192: owner takes 87 and 285 us at H = 2048 and 7168 with 1,024
-    # columns and 4 warps (97 and 311 with 512 and 2), trees within a rank 98 and 326 with 512 and 4 (108 and 345 with
-    # 1,024), weighted rows 106 and 344 with 512 and 2. No bit depends on it.
-    warps = 4
-    if kernel is not plain_bf16_kernel or groups.value == EACH.value:
-        warps = 4 if kernel is plain_bf16_kernel else 2
+    # As measured on an H200 by bench/mirror.py --tune (bench/mirror_notes.md). No bit depends on it.
+    warps, registers = 4, None
+    if kernel is plain_bf16_kernel and groups.value != EACH.value:
+        # Left alone, the compiler takes 110 to 160, and too few loads are on their way; with these nothing spills.
+        registers = 80 if constants["RULE"] == ORDERED else 96
+    elif weighted:
+        warps = 2
         constants.update(BLOCK=min(512, block), SUB=min(256, block))
-    return kernel, constants, warps
+    return kernel, constants, {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": False}
 
 
 def unpermute(
@@ -208,13 +209,13 @@ def unpermute(
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     groups = EACH if each else ALL if tags is None else TAGGED
-    kernel, constants, warps = forward_constants(
+    kernel, constants, options = forward_constants(
         contract, probs is not None, rows.dtype == torch.bfloat16, out_dtype == torch.bfloat16, slots, hidden, groups,
         places is not None, interpreted(),
     )  # fmt: skip
     with on_device(out):
         kernel[(tokens * triton.cdiv(hidden, constants["BLOCK"]),)](
             raw_bits(out), raw_bits(rows), rows.stride(0), rows.shape[0], places, tags, probs, tokens, hidden,
-            num_warps=warps, enable_fp_fusion=False, **constants,
+            **options, **constants,
         )  # fmt: skip
     return out

@@ -55,7 +55,7 @@ def plain_bf16_kernel(
     ADDEND_LIMIT: tl.constexpr, PARTIAL_LIMIT: tl.constexpr, SOFT: tl.constexpr, AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """As above for bf16 rows without weights that are summed in fp64 or exactly, at half the instructions.
+    """As `_unpermute_kernel`, for bf16 rows without weights that are summed in fp64 or exactly.
 
     One or two bf16 addends of an engine rank are summed in fp32: fp64 and then fp32 would give that rounding too, as
     an fp64 sum of two 8-bit numbers is either exact or within 2**-45 of the larger. Three and more go through fp64. A
@@ -97,18 +97,19 @@ def plain_bf16_kernel(
                 acc = acc + _widen(bits)
             else:
                 three = tl.where(begins != 0, ((lasts[j] | lasts[j + 1]) == 0).to(tl.int32), three)
-                short = tl.where(begins != 0, 0.0, short) + bits.to(tl.float32, bitcast=True)
+                # Exact products with 0 or 1, as a choice would cost two instructions more. What is not finite stays so.
+                keep = tl.where(begins != 0, 0.0, 1.0)
+                short = tl.fma(short, tl.full([BLOCK], keep, tl.float32), bits.to(tl.float32, bitcast=True))
                 if three != 0:
-                    acc = tl.where(begins != 0, 0.0, acc) + _widen(bits)
-                    if not ACROSS:
+                    acc = tl.fma(acc, tl.full([BLOCK], keep, tl.float64), _widen(bits))
+                    if ACC == ACC_EXACT and not ACROSS:
                         high, low = _span_bf16(high, low, raws[j], SOFT)
-                if lasts[j] != 0:
-                    partial = short
-                    if three != 0:
-                        partial = (acc * UNSCALE).to(tl.float32)
-                    total = total + partial.to(total.dtype)
-                    if RULE == WINDOW:
-                        partial_largest = tl.maximum(partial_largest, magnitude_bits(partial))
+                    if lasts[j] != 0:
+                        short = tl.where(tl.abs(short) < float("inf"), (acc * UNSCALE).to(tl.float32), short)
+                counts = tl.where(lasts[j] != 0, 1.0, 0.0)
+                total = tl.fma(short.to(total.dtype), tl.full([BLOCK], counts, total.dtype), total)
+                if RULE == WINDOW:
+                    partial_largest = tl.maximum(partial_largest, magnitude_bits(short) & -lasts[j])
                 begins = lasts[j]
     if GROUPS == EACH:
         total = total * UNSCALE
@@ -119,7 +120,10 @@ def plain_bf16_kernel(
 
     value = total
     highest, lowest = _ends_bf16(high, low)
-    again = highest == 255
+    if GROUPS == TAGGED:
+        again = (tl.abs(total) < float("inf")) == 0
+    else:
+        again = highest == 255
     if ACROSS or ACC == ACC_EXACT:
         spare: tl.constexpr = 0 if GROUPS == EACH else 1  # partials are rounded, at most to the next binade
         again = again | (highest - lowest > ADDEND_LIMIT - spare)
