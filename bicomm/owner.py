@@ -56,7 +56,7 @@ def load_product(args, k, lane, HELD: tl.constexpr, VEC: tl.constexpr):
         pointer, used = held[k]
     else:
         pointer, used, _wrong = find_row(first + k, at, table, VEC)
-    weight = tl.where(used != 0, tl.load(weights + first + k), 0.0)
+    weight = tl.where(used != 0, tl.load(weights + (first + k)), 0.0)
     return load_tile(pointer, lane, limit * used) * weight
 
 
@@ -82,9 +82,11 @@ def _owner_kernel(
         there = tl.minimum(tl.maximum(tl.load(count).to(tl.int64), 0), there)
     table = (peers, offset, ranks, rows, units, most, W, tl.cast(0, tl.int64).to(tl.pointer_type(DTYPE)))
     lane = tl.arange(0, BLOCK)
-    for tile in tl.range(tl.program_id(0), there * columns, tl.num_programs(0)):
-        token = tl.cast(tile, tl.int64) // columns
-        at = (tl.cast(tile, tl.int64) - token * columns) * (BLOCK // VEC)
+    blocks, across = tl.num_programs(0), tl.cast(columns, tl.int32)
+    token = (tl.program_id(0) // across).to(tl.int64)  # a token has `columns` tiles; no division in the loop
+    column = tl.program_id(0) % across
+    for _tile in tl.range(tl.program_id(0), there * columns, blocks):
+        at = column.to(tl.int64) * (BLOCK // VEC)
         limit = tile_limit(units - at, 1, VEC, BLOCK)
         held = ()
         unknown = tl.cast(0, tl.int32)
@@ -106,6 +108,9 @@ def _owner_kernel(
             value = sum_exactly(load_product_bf16, args, lane, K, VEC, BLOCK, 0, LIMIT, 0, 0, 0)
         good = tl.where(unknown == 0, ok, 0)
         store_tile(out, (token * units + at) * VEC, lane, limit, value, good, VEC)
+        column += blocks % across
+        token += blocks // across + (column >= across).to(tl.int64)
+        column -= tl.where(column >= across, across, 0)
     if SYNC:
         leave(opened, mine, page, ok, patience, rank, W, LANES, SYNC == 2)
 
