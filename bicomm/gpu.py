@@ -208,8 +208,8 @@ class GpuTransport(Transport):
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError(
                 f"{operation} of rows that are not in symmetric memory agrees on their number on the host, which a "
-                f"CUDA graph cannot hold: write the rows into a buffer from comm.acquire(rows, hidden, dtype), and pass "
-                f"that"
+                f"CUDA graph cannot hold: write the rows into a buffer from comm.acquire(rows, hidden, dtype) "
+                f"and pass that"
             )
         return rows if self.size == 1 else int(self.exchange_counts(rows).max())
 
