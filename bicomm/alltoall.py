@@ -50,7 +50,7 @@ class AllToAllTransport(HostTransport):
         self._make_wire = make_wire
         self._device = device
         self._connections: Wire | None = make_wire()
-        self._staged = device.type == "cuda" and self._connections.name() != "nccl"
+        self._wire = device if self._connections.name() == "nccl" else torch.device("cpu")
         self._next, self._held = 0, 0
 
     def combine(
@@ -76,6 +76,9 @@ class AllToAllTransport(HostTransport):
             check_gathered(out, x, sum(h.rows for h in headers))
 
         return self._run(self.header("dispatch", x, splits), consume, check)
+
+    def exchange_counts(self, own: int | Tensor) -> Tensor:
+        return super().exchange_counts(own).to(self._device)
 
     def combine_rows(self, operands: Rows, contract: Contract, out: Tensor, place: Place | None) -> None:
         rows, size = operands.rows, self.size
@@ -117,8 +120,8 @@ class AllToAllTransport(HostTransport):
 
     def _exchange(self, x: Tensor, give: Sequence[int], get: Sequence[int]) -> Tensor:
         """Rows of x to each rank, rows from each rank: [sum(get), columns] on x's device. Bytes travel, not numbers."""
-        data = (x.cpu() if self._staged else x).contiguous().view(torch.uint8)
-        received = torch.empty(sum(get), data.shape[1], dtype=torch.uint8, device=data.device)
+        data = x.to(self._wire).contiguous().view(torch.uint8)
+        received = torch.empty(sum(get), data.shape[1], dtype=torch.uint8, device=self._wire)
         assert self._connections is not None
         try:
             self._connections.alltoall_base(received, data, list(get), list(give)).wait()

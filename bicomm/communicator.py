@@ -35,7 +35,8 @@ class Communicator:
     hidden        it, all ranks together, except under CUDA graph capture.
     mode          `ordered`, `exact`, `multimem`, `fp64`, a preset, an id or a `Contract`; None if each call says.
     strict        raise, rather than run the same contract in software, where mode="multimem" cannot use the switch.
-    timeout       seconds that a call waits for the other ranks (default 30, or BICOMM_TIMEOUT).
+    timeout       seconds that a call waits for the other ranks (default 30, or BICOMM_TIMEOUT). The making of the
+                  communicator waits for them at least 60 s: they may still be importing.
     device        where operands live; None for the device that `bicomm.init` chose.
     share_memory  False: never map other ranks' memory; rows travel by all-to-all.
     check_every   calls that use the NVLink switch between two self-checks of it, 0 for none; a check that fails on any
@@ -116,12 +117,11 @@ class Communicator:
     def _judge_switch(self) -> None:
         """Say once that software runs in the switch's place, or raise where that is not wanted."""
         chosen = self.plan("multimem")
-        if chosen.executor.startswith(_plan.SWITCH):
-            return
+        by_switch = chosen.executor.startswith(_plan.SWITCH)
         reason = chosen.candidates[0].reason
-        if self.strict:
+        if self.strict and not by_switch:
             raise BicommError(f"mode='multimem' with strict=True: the NVLink switch cannot be used: {reason}")
-        if self.rank == 0 and not self._judged:
+        if self.rank == 0 and not by_switch:
             warnings.warn(
                 f"mode='multimem' runs in software, with the bits of {chosen.contract.id}: {reason}", stacklevel=4
             )
@@ -320,7 +320,7 @@ class Communicator:
             raise ValueError(
                 "mode='owner' sums expert rows, not partials: call combine_rows(rows, row_of_slot, rank_of_slot)"
             )
-        if mode == "multimem":
+        if mode == "multimem" and not self._judged:
             self._judge_switch()
         return contract
 

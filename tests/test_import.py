@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import json
 import os
 import subprocess
@@ -81,5 +83,7 @@ def test_every_public_name_is_there_and_an_unknown_one_is_not() -> None:
 
     for name in bicomm.__all__:
         assert getattr(bicomm, name) is not None
+        # A module of that name would take the name's place as soon as anybody imports it.
+        assert importlib.util.find_spec(f"bicomm.{name}") is None or inspect.ismodule(getattr(bicomm, name))
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = bicomm.nothing

@@ -217,5 +217,31 @@ def test_arguments_that_are_bad_or_differ_are_an_error_on_every_rank() -> None:
         assert "BICOMM_TIMEOUT='soon'" in told[9] and told[10] == "7.0" and told[11] == "[[3.0, 3.0]]"
 
 
+def _again() -> list[Any]:
+    """init, combine, shutdown, and all of it again: nothing of the first world may serve the second."""
+    told = []
+    for step in range(3):
+        w = world.init(device="cpu")
+        x = partials("normal", w.size, w.size, 3, step)
+        got = bicomm.combine(x[w.rank], "ordered")
+        told.append(same_bits(got, want(Contract("ordered"), x, [1] * w.size, w.rank)))
+        told.append(bicomm.default_communicator() is bicomm.default_communicator())
+        part = dist.new_group([0, 1])  # destroyed and made again, torch gives it the name that it had
+        if w.rank < 2:
+            told.append(bicomm.combine(torch.ones(2, 2), "exact", group=part).tolist() == [[2.0, 2.0]])
+        last = bicomm.default_communicator()
+        world.shutdown()
+        try:
+            last.combine(x[w.rank], "ordered")
+        except bicomm.BicommError as error:
+            told.append("closed" in str(error))
+    return told
+
+
+def test_a_world_that_is_shut_down_and_made_again_gets_new_communicators() -> None:
+    for result in run_ranks(3, _again, launcher="fork"):
+        assert result.value == [True] * len(result.value) and len(result.value) >= 9
+
+
 def test_the_errors_of_the_table_are_bicomms_own() -> None:
     assert issubclass(PeerRefused, bicomm.BicommError) and issubclass(CallMismatch, bicomm.BicommError)
