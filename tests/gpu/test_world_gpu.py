@@ -6,9 +6,9 @@ import os
 
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 
 import bicomm.world as world
-from ranks import run_ranks
 
 
 def _shared() -> tuple[str, str, bool, int, str]:
