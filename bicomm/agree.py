@@ -142,10 +142,40 @@ class StoreSync:
         self._call(lambda: self._store.set(key, value))  # type: ignore[arg-type]  # bytes go in as they are
 
     def _call(self, work: Callable[[], R]) -> R:
+        return _asked(self.rank, work)
+
+
+def meet(
+    store: dist.Store, rank: int, size: int, timeout: float, message: bytes
+) -> tuple[StoreSync, dist.Store, list[bytes]]:
+    """A new agreement of these ranks, the part of the store that it uses, and what each said in its first exchange.
+
+    Each attempt has a part of the store of its own. Which one is next stands in the store, and whoever leaves an
+    attempt moves that on: so a rank that took no part in an attempt which was given up meets the others in the next
+    one all the same. Raises PeerTimeout on the ranks that took part.
+    """
+
+    def leave(attempt: int) -> None:
+        _asked(rank, lambda: store.compare_set("attempt", str(attempt), str(attempt + 1)))
+
+    while True:
+        number = _asked(rank, lambda: store.add("attempt", 0))
+        own = dist.PrefixStore(str(number), store)
+        sync = StoreSync(own, rank, size, timeout)
         try:
-            return work()
-        except RuntimeError as error:
-            raise PeerTimeout(
-                f"rank {self.rank} lost the group's store, which lives in the launcher or on rank 0 ({error}): "
-                f"that process has died or cannot be reached; start the job again"
-            ) from error
+            return sync, own, sync.exchange(message)
+        except PeerTimeout as error:
+            if rank not in error.missing:  # else: the others gave up before this rank came
+                raise
+        finally:
+            leave(number)
+
+
+def _asked(rank: int, work: Callable[[], R]) -> R:
+    try:
+        return work()
+    except RuntimeError as error:
+        raise PeerTimeout(
+            f"rank {rank} lost the group's store, which lives in the launcher or on rank 0 ({error}): "
+            f"that process has died or cannot be reached; start the job again"
+        ) from error

@@ -16,14 +16,30 @@ class LaunchError(BicommError):
 
 
 class PeerTimeout(BicommError):
-    """Some ranks did not arrive in time, or died. The communicator raises this until all ranks call `recover()`.
+    """Some ranks did not arrive in time, died, or closed the communicator, which raises this from then on.
+
+    After a late rank, until all ranks call `recover()` (that of `bicomm.combine`: `bicomm.default_communicator()`).
+    After a death or a close, go on with a new communicator of the ranks that are left:
+    `torch.distributed.new_group([0, 2], use_local_synchronization=True)` gives its group. Raised by the making of a
+    communicator: make it again, on all ranks together.
 
     missing: the ranks that were waited for. waiting: the rank that gave up first. sequence: the call it was in.
+    kind: `late`, `died` or `closed`; "" where that is not known. seconds: how long they were waited for, at most.
     """
 
-    def __init__(self, message: str, *, missing: tuple[int, ...] = (), waiting: int = -1, sequence: int = -1) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: tuple[int, ...] = (),
+        waiting: int = -1,
+        sequence: int = -1,
+        kind: str = "",
+        seconds: float = 0.0,
+    ) -> None:
         super().__init__(message)
         self.missing, self.waiting, self.sequence = missing, waiting, sequence
+        self.kind, self.seconds = kind, seconds
 
 
 class Aborted(BicommError):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import cast
 
@@ -12,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from bicomm.agree import StoreSync
+from bicomm.agree import StoreSync, meet
 from bicomm.alltoall import AllToAllTransport, Wire
 from bicomm.cpu import CpuTransport
-from bicomm.errors import NoRoom, NoSharedMemory, PeerRefused
+from bicomm.errors import NoRoom, NoSharedMemory, PeerRefused, PeerTimeout
 from bicomm.header import first_line
 from bicomm.plan import Facts
 from bicomm.request import Request
@@ -27,20 +28,26 @@ def establish(group: dist.ProcessGroup, device: torch.device, request: Request |
     """The transport of this group, and the facts that `plan` works on; the same on every rank. Collective.
 
     request: what this rank asks for; or the reason why it does not, which is published, so that nobody waits for it,
-    and raised. Raises PeerRefused where another rank did that, ValueError where the ranks ask for different things,
-    NoRoom where there is too little shared memory.
+    and raised. Raises PeerTimeout where ranks do not come, after which all can try again; PeerRefused where another
+    rank refused its arguments, ValueError where the ranks ask for different things, NoRoom where there is too little
+    shared memory.
     """
+    where = "-".join(map(str, dist.get_process_group_ranks(group)))
+    # A sub-group's store has its own prefix, but torch may give two groups one name in turn.
+    store = dist.PrefixStore(f"bicomm/{where}", _get_process_group_store(group))
+    with _one_at_a_time.setdefault(group.group_name, threading.Lock()), _making():
+        return _establish(group, store, device, request)
+
+
+def _establish(
+    group: dist.ProcessGroup, shared: dist.Store, device: torch.device, request: Request | Exception
+) -> tuple[Transport, Facts]:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    ranks = dist.get_process_group_ranks(group)
-    # A sub-group's store has its own prefix; the number tells the communicators of one group apart.
-    number = _number_in(group)
-    store = dist.PrefixStore(f"bicomm/{'-'.join(map(str, ranks))}/{number}", _get_process_group_store(group))
-    sync = StoreSync(store, rank, size, _MEETING)
     if isinstance(request, Exception):
-        sync.exchange(b"!" + first_line(request).encode())
+        with contextlib.suppress(PeerTimeout):  # who does not come has no need of the reason
+            meet(shared, rank, size, _MEETING, b"!" + first_line(request).encode())
         raise request
-    sync.timeout = max(request.timeout, _MEETING)
-    told = sync.exchange(request.encode())
+    sync, store, told = meet(shared, rank, size, max(request.timeout, _MEETING), request.encode())
     refusals = [f"rank {r}: {text[1:].decode()}" for r, text in enumerate(told) if text.startswith(b"!")]
     if refusals:
         raise PeerRefused(f"no communicator was made, because its arguments were refused: {'; '.join(refusals)}")
@@ -94,9 +101,28 @@ def _wire(
 
 
 _MEETING = 60.0  # seconds at least to wait for the others to make their communicator: they may still be importing
-_numbers: dict[str, Callable[[], int]] = {}
+_one_at_a_time: dict[str, threading.Lock] = {}  # by the group's name: attempts of two threads would be taken for one
 
 
-def _number_in(group: dist.ProcessGroup) -> int:
-    counter = _numbers.setdefault(group.group_name, itertools.count().__next__)
-    return counter()
+@contextlib.contextmanager
+def _making() -> Iterator[None]:
+    """Where ranks do not come, there is no communicator yet that could recover: say what helps instead."""
+    try:
+        yield
+    except PeerTimeout as error:
+        if not error.kind:
+            raise
+        who = f"rank{'s' if len(error.missing) > 1 else ''} {', '.join(map(str, error.missing))}"
+        if error.kind == "late":
+            limit = f"within {error.seconds:g} s"
+            text = f"{who} did not make this communicator {limit}; make it again, on all ranks together"
+        else:
+            text = f"{who} {error.kind} while this communicator was made; make one of the ranks that are left"
+        raise PeerTimeout(
+            text,
+            missing=error.missing,
+            waiting=error.waiting,
+            sequence=error.sequence,
+            kind=error.kind,
+            seconds=error.seconds,
+        ) from None

@@ -194,8 +194,13 @@ def error_of(record: Mapping[str, Any], where: str) -> BicommError:
         missing=missing,
         waiting=waiting,
         sequence=int(record["sequence"]),
+        kind=record["kind"],
+        seconds=record["seconds"],
     )
 
 
-_AGAIN = "Every call raises this until all ranks call comm.recover() together"
+_AGAIN = (
+    "Every call raises this until all ranks call comm.recover() together "
+    "(bicomm.default_communicator().recover() for bicomm.combine)"
+)
 _WITHOUT = "Every call raises this: go on with a new communicator of the ranks that are left"
