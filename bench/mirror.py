@@ -125,7 +125,15 @@ def measure(hidden: int) -> list[dict[str, Any]]:
 
 
 # columns, warps, slots at once, at most so many registers (None: the compiler's choice)
-SETTINGS = ((1024, 4, 8, None), (1024, 4, 8, 96), (1024, 4, 8, 80), (1024, 4, 8, 64), (1024, 4, 4, 64), (512, 2, 8, 80))
+SETTINGS = (
+    (1024, 4, 8, None),
+    (1024, 4, 8, 96),
+    (1024, 4, 8, 80),
+    (1024, 4, 8, 64),
+    (1024, 4, 4, 64),
+    (512, 2, 8, 80),
+    (256, 1, 8, 80),
+)
 BACKWARD_SETTINGS = ((512, 2, 8), (512, 2, 4), (1024, 4, 4), (256, 1, 8))
 
 

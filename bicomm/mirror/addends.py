@@ -15,8 +15,8 @@ from torch import Tensor
 
 from bicomm.arithmetic import add_round_to_odd, bf16_bits, from_bf16_bits, round_through_bf16
 
-LAST_BIT = tl.constexpr(30)  # as definition.LAST and SLOT
-SLOT_BITS = tl.constexpr((1 << 30) - 1)
+LAST_BIT, FIRST_BIT, MANY_BIT = (tl.constexpr(30 - i) for i in range(3))  # as definition.LAST, FIRST, MANY and SLOT
+SLOT_BITS = tl.constexpr((1 << 28) - 1)
 
 # The codes of a contract's parts in the kernels.
 ACC_EXACT, ACC_FP64, ACC_FP32, ACC_BF16 = (tl.constexpr(i) for i in range(4))
@@ -27,12 +27,16 @@ EACH, ALL, TAGGED = (tl.constexpr(i) for i in range(3))  # groups: every slot on
 
 @triton.jit
 def row_at(places, first, i, tokens, K: tl.constexpr, HAS_MAP: tl.constexpr):
-    """The row at place i of token `first`, -1 beyond the last place; without a map, rank i's partial of the token."""
-    i = tl.cast(i, tl.int64)
+    """The row at place i < K of token `first`; without a map, rank i's partial of the token. int32 where that will do.
+
+    Of a map in int64 only what does not fit becomes another row, and that does not exist either.
+    """
     if HAS_MAP:
-        row = tl.load(places + first * K + i, mask=i < K, other=-1).to(tl.int64)
+        row = tl.load(places + first * K + i)
+        if row.dtype == tl.int64:
+            row = tl.minimum(tl.maximum(row, -1), 0x7FFFFFFF).to(tl.int32)
     else:
-        row = tl.where(i < K, i * tokens + first, -1)
+        row = tl.cast(i, tl.int64) * tokens + first
     return row
 
 
@@ -41,7 +45,7 @@ def load_row(rows, row, stride, num_rows, columns, hidden):
     """Raw data of a row; 0 where the slot is not routed, or the row does not exist."""
     exists = (row >= 0) & (row < num_rows)
     limit = tl.where(exists, hidden, 0)  # a scalar: the interpreter cannot join a scalar condition to a mask
-    return tl.load(rows + tl.where(exists, row, 0) * stride + columns, mask=columns < limit, other=0)
+    return tl.load(rows + row.to(tl.int64) * stride + columns, mask=columns < limit, other=0)
 
 
 @triton.jit

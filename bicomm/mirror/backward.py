@@ -61,7 +61,7 @@ def _load_grad(grad, first, hidden, columns, limit, GRAD_BF16: tl.constexpr):
 def _store_row(d_rows, row, num_rows, hidden, columns, g, ROWS_BF16: tl.constexpr, SOFT: tl.constexpr):
     exists = (row >= 0) & (row < num_rows)
     inside = columns < tl.where(exists, hidden, 0)
-    there = d_rows + tl.where(exists, row, 0) * hidden + columns
+    there = d_rows + row.to(tl.int64) * hidden + columns
     if ROWS_BF16:
         tl.store(there, narrow(g, SOFT), mask=inside)
     else:

@@ -11,8 +11,6 @@ from bicomm.arithmetic import bf16_bits, round_to_fp32
 from bicomm.mirror.addends import LAST_BIT, load_row, row_at
 from bicomm.mirror.repeat import exact_partials
 
-BEYOND = tl.constexpr(1 << 30)
-
 
 @triton.jit
 def load_rows(
@@ -31,8 +29,8 @@ def load_rows(
 
 @triton.jit
 def is_last(tags, first, i, K: tl.constexpr):
-    """Nonzero where place i is the last of its engine rank, and beyond the last place."""
-    return tl.load(tags + first * K + i, mask=i < K, other=BEYOND) >> LAST_BIT
+    """Nonzero where place i is the last of its engine rank."""
+    return tl.load(tags + first * K + i) >> LAST_BIT
 
 
 @triton.jit

@@ -1,8 +1,9 @@
 """The mirror in plain torch: what the kernels must equal, and the CPU executor.
 
 Slots are first sorted into the engine's tree (by rank, then by place in the rank's order, then by slot). A tree is two
-int32 tensors [T, K]: `rows`, the row at each place (-1: none), and `tags`, the slot it came from and a flag on the last
-place of each engine rank. A rank that made no row for a token adds +0, which no contract can see, so it is left out.
+int32 tensors [T, K]: `rows`, the row at each place (-1: none), and `tags`, the slot it came from and flags: on the
+first and the last place of each engine rank, and on all places of a rank that has three or more. A rank that made no
+row for a token adds +0, which no contract can see, so it is left out.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from torch import Tensor
 from bicomm.contract import Contract, Partial, canonical_nan_
 from bicomm.partial import partial_sum, weighted
 
-LAST = 1 << 30  # in a tag: the last place of an engine rank
-SLOT = LAST - 1
+LAST, FIRST, MANY = 1 << 30, 1 << 29, 1 << 28  # in a tag
+SLOT = MANY - 1
 _CHUNK = 1 << 18  # elements of one slot's addends at a time: the intermediates stay small and near the core
 
 
@@ -29,8 +30,13 @@ def sort_slots(row_of_slot: Tensor, rank_of_slot: Tensor | None, order_of_slot: 
     routed = key < 2**62
     rows = torch.where(routed, row_of_slot.gather(1, slots), -1)
     ranks = torch.where(routed, ranks.gather(1, slots), -1)
-    last = routed & (ranks != torch.nn.functional.pad(ranks[:, 1:], (0, 1), value=-1))
-    return rows.to(torch.int32), torch.where(last, slots + LAST, slots).to(torch.int32)
+    padded = torch.nn.functional.pad(ranks, (2, 2), value=-1)
+    before, after = (padded[:, i : i + ranks.shape[1]] for i in (1, 3))
+    outer = [padded[:, i : i + ranks.shape[1]] == ranks for i in (0, 4)]  # two places off: all three share the rank
+    many = outer[0] | outer[1] | ((before == ranks) & (after == ranks))
+    for holds, flag in ((ranks != after, LAST), (ranks != before, FIRST), (many, MANY)):
+        slots = slots + flag * (holds & routed)
+    return rows.to(torch.int32), slots.to(torch.int32)
 
 
 def unpermute(rows: Tensor, tree: tuple[Tensor, Tensor], probs: Tensor | None, contract: Contract) -> Tensor:

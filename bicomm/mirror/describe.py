@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
 
 from bicomm.contract import Contract, Partial
-from bicomm.presets import PRESETS
+from bicomm.presets import PRESETS, name_of_partial
 
 CANNOT_MIRROR: dict[str, str] = {
     "nccl-reduce": "the sum happens inside ncclReduce or a ring (vLLM's batch-invariant mode reduces across ranks so): "
     "its tree depends on the topology, the channels, the message size and NCCL's version, and no public rule gives it",
     "multimem-bf16": "the NVLink switch's sum of bf16 or fp16 is not reproducible from its inputs",
+    "multimem": "an NVLink switch follows a rule that only a measurement shows, and without one `multimem` runs `exact` in "
+    "software: mirror the contract that comm.plan('multimem').contract names, which the engine stores as its json()",
     "multimem-uncertified": "an NVLink switch follows a rule that only a measurement shows: certify the fabric, and "
     "mirror the contract that the certificate names",
     "tensor-parallel-experts": "tensor parallelism inside an expert splits FC2's K and changes the rows themselves, "
@@ -24,22 +29,30 @@ class ContractMismatch(ValueError):
     """The engine's contract and the trainer's are not the same: their bits differ. The message shows both."""
 
 
-def resolve(contract: Contract | str) -> Contract:
-    """The contract itself, or the one that an id, a preset's name or an engine's JSON spells.
+def resolve(contract: Contract | str | Mapping[str, Any]) -> Contract:
+    """The contract itself, or the one that an id, a preset's name or an engine's JSON (text, or parsed) spells.
 
-    Raises ValueError for what is not one, with the reason where it names a sum that cannot be mirrored.
+    Raises ValueError for what is not one, with the reason where it names a sum that cannot be mirrored; TypeError for
+    what is neither a contract, a string nor a mapping.
     """
     if isinstance(contract, Contract):
         return contract
+    if isinstance(contract, Mapping):
+        return Contract.from_json(json.dumps(dict(contract), default=repr))
+    if not isinstance(contract, str):
+        raise TypeError(
+            f"a contract is a bicomm.Contract, an id, a preset's name, or what Contract.json() gave (text, or the "
+            f"object in it); got {type(contract).__name__}"
+        )
     if contract in CANNOT_MIRROR:
         raise ValueError(f"{contract} cannot be mirrored: {CANNOT_MIRROR[contract]}")
     return Contract.from_json(contract) if contract.lstrip().startswith("{") else Contract.parse(contract)
 
 
-def check(engine: str, trainer: Contract | str) -> Contract:
+def check(engine: Contract | str | Mapping[str, Any], trainer: Contract | str | Mapping[str, Any]) -> Contract:
     """The engine's contract, if it is the trainer's: call it before the first step with the JSON kept beside rollouts.
 
-    engine: `Contract.json()`, or an id, as the engine stored it. Raises ContractMismatch (a ValueError) where the
+    engine: `Contract.json()`, its object, or an id, as the engine stored it. Raises ContractMismatch (a ValueError) where the
     trainer is set to another contract, with both in words; ValueError where either is no contract.
     """
     theirs, ours = resolve(engine), resolve(trainer)
@@ -67,10 +80,10 @@ def differences(a: Contract, b: Contract) -> list[str]:
 
 
 def _short(partial: Partial | None) -> str:
-    return "none" if partial is None else partial.id
+    return "none" if partial is None else name_of_partial(partial)
 
 
-def describe(contract: Contract | str) -> str:
+def describe(contract: Contract | str | Mapping[str, Any]) -> str:
     """The contract's tree in words, a line for each step, after its id and the presets of that name."""
     contract = resolve(contract)
     names = [name for name, known in PRESETS.items() if known == contract]

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from bicomm.arithmetic import magnitude_bits, window_anchor, window_close
-from bicomm.mirror.addends import ACC_EXACT, ALL, EACH, EXACT, ORDERED, TAGGED, WINDOW
-from bicomm.mirror.block import finish, is_last, load_rows
+from bicomm.mirror.addends import ACC_EXACT, ALL, EACH, EXACT, FIRST_BIT, LAST_BIT, MANY_BIT, ORDERED, TAGGED, WINDOW
+from bicomm.mirror.block import finish, load_rows
 
 SIGN_AND_LOW_28 = tl.constexpr(-0x70000001)  # 0x8fffffff as int32
 UNSCALE = tl.constexpr(2.0**896)
@@ -47,6 +47,12 @@ def _widen(bits):
 
 
 @triton.jit
+def _unless(condition, DTYPE: tl.constexpr):
+    """A scalar 1, or 0 where the condition holds, without a conversion."""
+    return tl.where(condition, tl.full([], 0.0, DTYPE), tl.full([], 1.0, DTYPE))
+
+
+@triton.jit
 def plain_bf16_kernel(
     out, rows, stride, num_rows, places, tags, probs, tokens, hidden,
     K: tl.constexpr, GROUPS: tl.constexpr, HAS_MAP: tl.constexpr, ROWS_BF16: tl.constexpr, OUT_BF16: tl.constexpr,
@@ -76,16 +82,14 @@ def plain_bf16_kernel(
     low = tl.full([BLOCK], 0x7FFF, tl.int16)
     partial_largest = tl.zeros([BLOCK], tl.int32)
     wrong = tl.full([], 0, tl.int32)
-    begins = tl.full([], 1, tl.int32)  # whether an engine rank begins here, and whether it has three slots or more
-    three = tl.full([], 0, tl.int32)
     for base in range(0, K, AT_ONCE):
         held, raws = load_rows(
             rows, stride, num_rows, places, first, base, tokens, columns, hidden, K, HAS_MAP, AT_ONCE
         )
-        lasts = ()
+        flags = ()
         if GROUPS == TAGGED:
-            for j in tl.static_range(AT_ONCE + 1):
-                lasts = lasts + (is_last(tags, first, base + j, K),)  # noqa: RUF005
+            for j in tl.static_range(AT_ONCE):
+                flags = flags + (tl.load(tags + first * K + base + j),)  # noqa: RUF005
         for j in tl.static_range(AT_ONCE):
             wrong = wrong | (held[j] >= num_rows).to(tl.int32)
             bits = raws[j].to(tl.int32) << 16
@@ -96,21 +100,22 @@ def plain_bf16_kernel(
             elif GROUPS == ALL:
                 acc = acc + _widen(bits)
             else:
-                three = tl.where(begins != 0, ((lasts[j] | lasts[j + 1]) == 0).to(tl.int32), three)
                 # Exact products with 0 or 1, as a choice would cost two instructions more. What is not finite stays so.
-                keep = tl.where(begins != 0, 0.0, 1.0)
-                short = tl.fma(short, tl.full([BLOCK], keep, tl.float32), bits.to(tl.float32, bitcast=True))
-                if three != 0:
-                    acc = tl.fma(acc, tl.full([BLOCK], keep, tl.float64), _widen(bits))
+                begins = ((flags[j] >> FIRST_BIT) & 1) != 0
+                ends = (flags[j] >> LAST_BIT) != 0
+                short = tl.fma(
+                    short, tl.full([BLOCK], _unless(begins, tl.float32), tl.float32), bits.to(tl.float32, bitcast=True)
+                )
+                if ((flags[j] >> MANY_BIT) & 1) != 0:
+                    acc = tl.fma(acc, tl.full([BLOCK], _unless(begins, tl.float64), tl.float64), _widen(bits))
                     if ACC == ACC_EXACT and not ACROSS:
                         high, low = _span_bf16(high, low, raws[j], SOFT)
-                    if lasts[j] != 0:
+                    if ends:
                         short = tl.where(tl.abs(short) < float("inf"), (acc * UNSCALE).to(tl.float32), short)
-                counts = tl.where(lasts[j] != 0, 1.0, 0.0)
-                total = tl.fma(short.to(total.dtype), tl.full([BLOCK], counts, total.dtype), total)
+                counts = tl.full([BLOCK], _unless(ends == 0, total.dtype), total.dtype)
+                total = tl.fma(short.to(total.dtype), counts, total)
                 if RULE == WINDOW:
-                    partial_largest = tl.maximum(partial_largest, magnitude_bits(short) & -lasts[j])
-                begins = lasts[j]
+                    partial_largest = tl.maximum(partial_largest, magnitude_bits(short) & -(flags[j] >> LAST_BIT))
     if GROUPS == EACH:
         total = total * UNSCALE
     elif GROUPS == ALL:

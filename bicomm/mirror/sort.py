@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bicomm.mirror import maps
-from bicomm.mirror.addends import LAST_BIT, on_device
+from bicomm.mirror.addends import FIRST_BIT, LAST_BIT, MANY_BIT, on_device
 
 NOT_A_ROW = tl.constexpr(0x7FFFFFFF)
 NO_SUCH_PLACE = tl.constexpr(maps.NO_SUCH_PLACE)
@@ -47,9 +47,13 @@ def _sort_kernel(
     place = tl.sum(before.to(tl.int32), axis=2)
     later = (group[:, None, :] == group[:, :, None]) & (before == 0) & (slot[None, :, None] != slot[None, None, :])
     last = routed & (tl.sum((later & (slot < K)[None, None, :]).to(tl.int32), axis=2) == 0)
+    same = (group[:, None, :] == group[:, :, None]) & (slot < K)[None, None, :]
+    first = routed & (tl.sum((same & before).to(tl.int32), axis=2) == 0)
+    many = routed & (tl.sum(same.to(tl.int32), axis=2) >= 3)
+    flags = (last.to(tl.int32) << LAST_BIT) + (first.to(tl.int32) << FIRST_BIT) + (many.to(tl.int32) << MANY_BIT)
     there = token[:, None] * K + place
     tl.store(rows_out + there, tl.where(routed, tl.minimum(row, NOT_A_ROW), -1).to(tl.int32), mask=inside)
-    tl.store(tags_out + there, slot[None, :] + (last.to(tl.int32) << LAST_BIT), mask=inside)
+    tl.store(tags_out + there, slot[None, :] + flags, mask=inside)
 
 
 def sort_slots(
