@@ -1,7 +1,7 @@
 """What the combine kernels cost on one GPU: W = 8 local buffers, no barriers, beside torch's own sums and a copy.
 
 python bench/combine.py            every kernel, sizes from 8 to 4096 tokens
-python bench/combine.py --tune     also tiles, warps and blocks for the reductions (another 30 s)
+python bench/combine.py --tune     also tiles, warps and blocks (another 40 s); --tune owner for the owner combine alone
 """
 
 from __future__ import annotations
@@ -99,8 +99,26 @@ def dispatches(tokens: int, hidden: int, copy: float) -> list[Row]:
     ]
 
 
+def tune_owner(copy: float) -> list[Row]:
+    """The best launches of the owner combine: none of them changes a bit."""
+    found = []
+    for tokens, hidden in ((64, 7168), (4096, 2048), (4096, 7168)):
+        rows = torch.randn(W, tokens * TOPK // W, hidden, device=DEVICE).bfloat16()
+        shuffled = torch.randperm(tokens * TOPK, device=DEVICE).view(tokens, TOPK)
+        held, out = rows.shape[1], torch.empty(tokens, hidden, device=DEVICE)
+        pull = Pull(_addresses(rows), 0, 0, torch.bfloat16, out, shuffled % held, shuffled // held, rows=held)
+        times = []
+        for block, warps, per_sm in itertools.product((512, 1024, 2048), (2, 4, 8), (2, 4, 8, 16)):
+            if 4 <= block // (32 * warps) <= 16:
+                tile = Tile(block, warps, per_sm)
+                times.append((common.time_graph(lambda c=pull, t=tile: owner.pull(c, tile=t), replays=11), tile))
+        for us, tile in sorted(times, key=lambda pair: pair[0])[:3]:
+            found.append(_row(f"owner, {tile}", tokens, hidden, us, tokens * hidden * (TOPK * 2 + 4), copy))
+    return found
+
+
 def tune(copy: float) -> list[Row]:
-    """The best launches of the reductions: none of them changes a bit."""
+    """The same for the reductions."""
     found = []
     for tokens, hidden in ((8, 2048), (512, 2048), (4096, 2048), (4096, 7168)):
         buffers = torch.randn(W, tokens, hidden, device=DEVICE)
@@ -117,24 +135,12 @@ def tune(copy: float) -> list[Row]:
             for us, tile in sorted(times, key=lambda pair: pair[0])[:3]:
                 row = _row(f"{name}, {tile}", tokens, hidden, us, (W + 1) * tokens * hidden * 4, copy)
                 found.append(row)
-    for tokens, hidden in ((64, 7168), (4096, 2048), (4096, 7168)):
-        rows = torch.randn(W, tokens * TOPK // W, hidden, device=DEVICE).bfloat16()
-        shuffled = torch.randperm(tokens * TOPK, device=DEVICE).view(tokens, TOPK)
-        held, out = rows.shape[1], torch.empty(tokens, hidden, device=DEVICE)
-        pull = Pull(_addresses(rows), 0, 0, torch.bfloat16, out, shuffled % held, shuffled // held, rows=held)
-        times = []
-        for block, warps, per_sm in itertools.product((512, 1024, 2048), (2, 4, 8), (2, 4, 8, 16)):
-            if 4 <= block // (32 * warps) <= 16:
-                tile = Tile(block, warps, per_sm)
-                times.append((common.time_graph(lambda c=pull, t=tile: owner.pull(c, tile=t), replays=11), tile))
-        for us, tile in sorted(times, key=lambda pair: pair[0])[:3]:
-            found.append(_row(f"owner, {tile}", tokens, hidden, us, tokens * hidden * (TOPK * 2 + 4), copy))
     return found
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--tune", nargs="?", const="all", choices=("all", "owner"))
     given = parser.parse_args()
     bandwidth = common.copy_bandwidth()
     empty = common.empty_kernel_time()
@@ -144,6 +150,6 @@ if __name__ == "__main__":
     common.save("combine", measured, copy_GBps=bandwidth, empty_kernel_us=empty)
     common.table(f"combine, W = {W}, top-k {TOPK}; copy {bandwidth:.0f} GB/s, an empty kernel {empty:.2f} us", measured)
     if given.tune:
-        best = tune(bandwidth)
+        best = tune_owner(bandwidth) + (tune(bandwidth) if given.tune == "all" else [])
         common.save("combine_tune", best, copy_GBps=bandwidth)
         common.table("best launches", best)
