@@ -45,11 +45,15 @@ def test_forward_kernel_gives_the_definitions_bits(tree: Partial) -> None:
 
 @pytest.mark.parametrize("rule", [*RULES, Contract("window", (8, 30, 20)), *OWNERS], ids=str)
 def test_rules_on_every_family(rule: Contract) -> None:
-    for i, family in enumerate(FAMILIES):
+    # One block of all families goes slice by slice as a whole; of each family alone, some blocks do not.
+    first = len(rule.id)  # other ones for other rules
+    alone = [list(FAMILIES)[(first + 5 * i) % len(FAMILIES)] for i in range(4)]
+    for i, family in enumerate(("all", "all", "normal", *alone)):
         tree = rule.partial if rule.rule == "owner" else (TREES[1], TREES[5], TREES[2])[i % 3]
         contract = dataclasses.replace(rule, partial=tree)
         dtype = (torch.float32, torch.bfloat16)[i % 2]
-        case = make_case(family, i, 1, 6, 16, ep_size=8, experts=12, dtype=dtype, drop=0.0)
+        hidden = 2 * len(FAMILIES) if family == "all" else 16
+        case = make_case(family, i, 1, 6, hidden, ep_size=8, experts=12, dtype=dtype, drop=0.0)
         assert torch.equal(bits(by_kernel(case, contract, torch.float32)), bits(case.mirror(contract))), family
 
 
@@ -64,6 +68,27 @@ def test_bf16_rows_are_widened_without_a_conversion_to_the_same_bits() -> None:
         got = kernels.unpermute(rows, places, tags, None, contract, torch.bfloat16, 1, 6, each=False)
         want = definition.rounded(definition.unpermute(rows, (places, tags), None, contract), torch.bfloat16)
         assert torch.equal(bits(got), bits(want)), contract
+
+
+def test_overflow_of_partials_in_groups_of_every_size() -> None:
+    # bf16 addends of a rank go through fp32 up to two of them; what overflows there and not in fp64 must not show.
+    m, inf = 3.3895e38, float("inf")
+    columns = [
+        [m, m, -m, 1],
+        [m, m, -m, -m],
+        [m, -m, m, m],
+        [-0.0] * 4,
+        [-m, -m, -m, m],
+        [inf, -inf, 1, 2],
+        [m, m, 1, -m],
+    ]
+    rows = torch.tensor([*columns, [2.0**-133, -0.0, 2.0**-133, -(2.0**-126)]]).t().contiguous().bfloat16()
+    for n, ranks in enumerate(([0, 0, 0, 0], [0, 0, 0, 1], [0, 1, 1, 1], [0, 0, 1, 1], [0, 1, 2, 3])):
+        places, tags = definition.sort_slots(torch.arange(4).view(1, 4), torch.tensor([ranks]), None)
+        for accumulator, rule in (("fp64", RULES[n % 4]), ("exact", RULES[(n + 2) % 4])):
+            contract = dataclasses.replace(rule, partial=Partial("slot", accumulator))  # type: ignore[arg-type]
+            got = kernels.unpermute(rows, places, tags, None, contract, torch.float32, 1, 4, each=False)
+            assert torch.equal(bits(got), bits(definition.unpermute(rows, (places, tags), None, contract))), contract
 
 
 def test_sorting_kernel_gives_the_definitions_trees() -> None:
@@ -112,10 +137,10 @@ def test_backward_kernels(each: bool, weighted: bool) -> None:
 def test_combine_kernel_sums_stacked_partials() -> None:
     from bicomm.mirror import combine
 
-    for i, (rule, family) in enumerate(zip(RULES * 3, list(FAMILIES)[:12], strict=True)):
-        case = make_case(family, i, 3, 5, 6, dtype=torch.float32, drop=0.0)
-        partials = case.rows.nan_to_num(0.0)[:15].view(5, 3, 6)
-        got = kernels.unpermute(partials.view(15, 6), None, None, None, rule, torch.float32, 3, 5, each=True)
+    for i, (rule, family) in enumerate(zip(RULES * 2, ["all"] * 4 + list(FAMILIES)[:4], strict=True)):
+        case = make_case(family, i, 3, 5, 2 * len(FAMILIES), dtype=torch.float32, drop=0.0)
+        partials = case.rows.nan_to_num(0.0)[:15].view(5, 3, -1)
+        got = kernels.unpermute(partials.view(15, -1), None, None, None, rule, torch.float32, 3, 5, each=True)
         assert torch.equal(bits(got), bits(combine(partials, rule))), (rule, family)
 
 
