@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bicomm.errors import BicommError as BicommError
     from bicomm.errors import CallMismatch as CallMismatch
     from bicomm.errors import CaptureError as CaptureError
+    from bicomm.errors import LaunchError as LaunchError
     from bicomm.errors import NoRoom as NoRoom
     from bicomm.errors import NoSharedMemory as NoSharedMemory
     from bicomm.errors import NotInitialized as NotInitialized
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from bicomm.front import default_communicator as default_communicator
     from bicomm.front import dispatch as dispatch
     from bicomm.local import local_world as local_world
+    from bicomm.mirror import ContractMismatch as ContractMismatch
     from bicomm.ops import save_collectives as save_collectives
     from bicomm.presets import PRESETS as PRESETS
     from bicomm.world import init as init
@@ -46,6 +48,8 @@ _HOME = {
     "BicommError": "errors",
     "CallMismatch": "errors",
     "CaptureError": "errors",
+    "ContractMismatch": "mirror",
+    "LaunchError": "errors",
     "NoRoom": "errors",
     "NoSharedMemory": "errors",
     "NotInitialized": "errors",

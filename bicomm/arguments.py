@@ -26,7 +26,12 @@ def contract_of(mode: Mode) -> Contract:
         raise ValueError(
             "bf16 multimem is refused: its rounding cannot be reproduced from the inputs; use fp32 partials"
         )
-    return Contract.parse(mode)
+    try:
+        return Contract.parse(mode)
+    except ValueError as error:
+        if not str(error).startswith("unknown contract"):
+            raise
+        raise ValueError(f"{error}; or 'multimem', the NVLink switch's") from None
 
 
 def name_of_mode(mode: Mode) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import operator
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -123,7 +125,8 @@ class Communicator:
             raise BicommError(f"mode='multimem' with strict=True: the NVLink switch cannot be used: {reason}")
         if self.rank == 0 and not by_switch:
             warnings.warn(
-                f"mode='multimem' runs in software, with the bits of {chosen.contract.id}: {reason}", stacklevel=4
+                f"mode='multimem' runs in software, with the bits of {chosen.contract.id}: {reason}",
+                stacklevel=_caller_level(),
             )
         self._judged = True
 
@@ -411,6 +414,15 @@ class Communicator:
             yield
         finally:
             self._transport.asked = Asked()
+
+
+def _caller_level() -> int:
+    """The stacklevel of a warning in the calling function that points at the code which uses bicomm."""
+    inside = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (arguments, torch))
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_code.co_filename.startswith(inside):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 class _Closed:

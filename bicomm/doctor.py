@@ -20,7 +20,12 @@ app = typer.Typer(add_completion=False)
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Show what this machine is and has, what changes bits on it, and which executor each mode would get."""
+    """Show what this machine is and has, what changes bits on it, and which executor each mode would get.
+
+    Under a launcher, one rank of each host does.
+    """
+    if not _speaks():
+        return
     found = examine()
     if as_json:
         print(json.dumps(found, indent=1))
@@ -60,6 +65,17 @@ def launcher() -> dict[str, Any]:
     except LaunchError as error:
         return {"name": "", "rank": -1, "size": 0, "problem": str(error)}
     return {"name": launch.launcher, "rank": launch.rank, "size": launch.size, "problem": ""}
+
+
+def _speaks() -> bool:
+    from bicomm.errors import LaunchError
+    from bicomm.launchers import detect
+
+    try:
+        launch = detect(os.environ)
+    except LaunchError:  # which this process shows among the problems
+        return True
+    return launch.rank == 0 or launch.local_rank == 0
 
 
 def certificate(count: int) -> dict[str, str]:

@@ -56,15 +56,16 @@ class FlagSync:
     """One rank's side of the flags.
 
     memory: uint8 array of `control_bytes(size)` bytes that all ranks map, zero when the first of them begins.
-    timeout: seconds that an exchange waits before it gives up for the whole group.
+    timeout: seconds that an exchange waits before it gives up for the whole group. hint: what to say besides then.
     """
 
-    def __init__(self, memory: npt.NDArray[np.uint8], rank: int, size: int, timeout: float) -> None:
+    def __init__(self, memory: npt.NDArray[np.uint8], rank: int, size: int, timeout: float, hint: str = "") -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         words, records = size * _LINE, size * _record_bytes(size)
         self._words = memory[:words].view(np.int64).reshape(size, _LINE // 8)
         self._records = memory[words : words + records].reshape(size, -1)
         self._slots = memory[words + records :].reshape(2, size, -1)
+        self._hint = hint
         self._epoch, self._count = 1, 0
         self._losing = threading.Lock()  # abort() may come from another thread
         me = Process.this()
@@ -144,6 +145,8 @@ class FlagSync:
 
     def _give_up(self, kind: str, missing: list[int], recovering: bool) -> NoReturn:
         record = lost_record(kind, self.rank, missing, self._count, self.timeout)
+        if self._hint and kind == "late":
+            record["hint"] = self._hint
         if recovering:
             raise error_of(record, "recover()")
         self._lose(record)
@@ -190,7 +193,7 @@ def error_of(record: Mapping[str, Any], where: str) -> BicommError:
     then = _AGAIN if record["kind"] == "late" else _WITHOUT
     return PeerTimeout(
         f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} {told} (rank {waiting} waited in "
-        f"{where}, exchange {record['sequence']}). {then}",
+        f"{where}, exchange {record['sequence']}). {record.get('hint', '')}{then}",
         missing=missing,
         waiting=waiting,
         sequence=int(record["sequence"]),

@@ -43,10 +43,13 @@ def local_world(
     facts = Facts("cpu", size, "", "the ranks work on CPUs")
     comms = []
     for rank in range(size):
-        sync = FlagSync(control, rank, size, timeout)
+        sync = FlagSync(control, rank, size, timeout, _THREADS)
         transport = CpuTransport(sync, lambda nbytes, rank=rank, sync=sync: world.allocate(rank, sync, nbytes))  # type: ignore[misc]
         comms.append(LocalRank(transport, facts, where).communicator(rank, mode, debug))
     return comms
+
+
+_THREADS = "In a local world call each rank's communicator from a thread of its own, all at the same time. "
 
 
 class _Arena:

@@ -85,6 +85,8 @@ def plan(mode: Mode, facts: Facts) -> Plan:
 
 def _switch(mode: Mode, contract: Contract, facts: Facts) -> str:
     """Why the NVLink switch does not add for this mode; "" where it does."""
+    if facts.device == "cpu":
+        return facts.multicast
     if contract.rule not in ("exact", "window"):
         return f"the NVLink switch has no contract of the kind {contract.rule}"
     if facts.multicast:

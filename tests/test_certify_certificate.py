@@ -189,7 +189,7 @@ def test_show(exact: Certificate, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     words = " ".join(shown.stdout.split())
     for part in (
         "verdict exact: exact/1",
-        "may NVLS run under it yes",
+        "may NVLS run under it no: the certificate is of an emulation",
         "emulated:exact",
         "First counter-example",
         "200",

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks as run_processes
 from typer.testing import CliRunner
 
 from bicomm.certify.candidates import TRUSTED, VERDICTS, finish
-from bicomm.certify.cli import app
+from bicomm.certify.cli import NAMES, app
 from bicomm.certify.emulate import EMULATIONS, Emulated, emulated
 from bicomm.certify.families import FAMILIES
-from bicomm.certify.measure import measure
+from bicomm.certify.measure import CHANNELS, measure
 from bicomm.certify.verdict import Result
 from bicomm.contract import exact, window
 
@@ -203,3 +204,26 @@ def test_ranks_that_make_other_addends_are_refused() -> None:
 
     with pytest.raises(RuntimeError, match="rank 1 made other addends than rank 0 from one seed"):
         measure(emulated("chain", 3), channels=100, gather=gather)
+
+
+def _certify() -> tuple[int, str]:
+    outcome = CliRunner().invoke(app, ["fabric"])
+    return outcome.exit_code, outcome.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what is said without a GPU")
+def test_without_a_switch_one_rank_says_so_and_all_end_alike() -> None:
+    results = run_processes(3, _certify, launcher="fork")
+    assert [result.value for result in results] == [
+        (2, "there is no switch to measure: torch sees no GPU\n"),
+        (2, ""),
+        (2, ""),
+    ]
+
+
+def test_help_names_every_emulation_and_the_channels_that_trust_needs() -> None:
+    assert tuple(EMULATIONS) == NAMES
+    told = " ".join(
+        CliRunner().invoke(app, ["fabric", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).stdout.split()
+    )
+    assert f"{CHANNELS:,}" in told and all(name in told for name in NAMES)

@@ -14,7 +14,7 @@ from bicomm import world
 from bicomm.communicator import Communicator
 from bicomm.contract import Contract
 from bicomm.cpu import CpuTransport
-from bicomm.errors import BicommError, CallMismatch, NotInitialized, PeerRefused
+from bicomm.errors import BicommError, CallMismatch, NotInitialized, PeerRefused, PeerTimeout
 from combine_cases import failures, partials, rows_case, want
 from worlds import local_ranks, same_bits
 
@@ -154,7 +154,7 @@ def test_a_plan_says_what_runs_and_why_nothing_faster() -> None:
     plan = comm.plan()
     assert str(plan) == (
         "mode ordered: contract ordered/1, by shared memory on the CPU (contract.py, torch ops)\n"
-        "  not multimem (multimem.py, NVLink switch): the NVLink switch has no contract of the kind ordered"
+        "  not multimem (multimem.py, NVLink switch): the ranks work on CPUs"
     )
     assert comm.plan("multimem").contract == Contract("exact")
     assert comm.plan(Contract("window", (16, 95, 86))).mode == "window(16,95,86)/1"
@@ -172,6 +172,7 @@ def test_software_in_the_switchs_place_is_said_once_and_refused_where_strict() -
             warnings.simplefilter("always")
             for _ in range(3):
                 ranks(lambda comm: comm.combine(x, "multimem"))
+        assert {w.filename for w in caught if "multimem" in str(w.message)} == {__file__}
         said = [str(w.message) for w in caught if "multimem" in str(w.message)]
         assert len(said) == 1 and "exact/1" in said[0] and "the ranks work on CPUs" in said[0]
     with local_ranks(2, timeout=5) as ranks:
@@ -180,6 +181,12 @@ def test_software_in_the_switchs_place_is_said_once_and_refused_where_strict() -
             for outcome in ranks.outcomes(lambda comm: comm.combine(x, "multimem")):
                 assert isinstance(outcome, BicommError) and "strict=True" in str(outcome)
         ranks(lambda comm: comm.combine(x, "exact"))  # goes on
+
+
+def test_a_local_world_called_by_one_thread_says_that_it_takes_one_for_each_rank() -> None:
+    for comm in bicomm.local_world(3, mode="exact", timeout=0.3):
+        with pytest.raises(PeerTimeout, match=r"call each rank's communicator from a thread of its own.*recover"):
+            comm.combine(torch.ones(3, 2))
 
 
 def test_a_world_of_nobody_is_refused() -> None:

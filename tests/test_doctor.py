@@ -89,6 +89,21 @@ def test_problems_are_named(here: dict[str, Any]) -> None:
     assert all(word in said for word in ("set_flush_denormal", "--shm-size", "TRITON_INTERPRET"))
 
 
+def test_on_cpus_every_mode_says_first_that_there_is_no_switch(here: dict[str, Any]) -> None:
+    found = copy.deepcopy(here)
+    found["gpus"] = []
+    for row in doctor.executors(found):
+        assert row["not"][0].endswith("the ranks work on CPUs"), row
+
+
+def test_one_rank_of_a_host_speaks() -> None:
+    size = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    assert "Machine" in _bicomm("doctor", RANK="0", LOCAL_RANK="0", **size).stdout
+    assert "Machine" in _bicomm("doctor", RANK="2", LOCAL_RANK="0", **size).stdout
+    quiet = _bicomm("doctor", RANK="3", LOCAL_RANK="1", **size)
+    assert (quiet.returncode, quiet.stdout) == (0, "")
+
+
 def test_flushed_subnormals_are_seen() -> None:
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush subnormals")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -223,8 +225,33 @@ def test_the_engines_json_is_accepted_and_a_mismatch_is_an_error_that_shows_both
     assert isinstance(caught.value, ValueError)
     for part in ("ordered/1+megatron-vllm-swiglu/1", "ordered/1+megatron-deepgemm/1", "partial.order: slot / expert"):
         assert part in text
+    assert "spelled" not in text and "slot-fp64" not in text
+    with pytest.raises(mirror.ContractMismatch, match=r"partial: megatron-vllm-swiglu/1 / none"):
+        mirror.check(engine, "ordered")
     with pytest.raises(ValueError, match="version 1"):
         mirror.check('{"rule": "exact"}', "exact")
+
+
+def test_the_engines_contract_may_be_an_object_and_other_things_are_told_what_to_be() -> None:
+    for contract in (PRESETS["megatron-deepgemm"], Contract("window", (16, 95, 86))):
+        assert mirror.check(json.loads(contract.json()), contract) == contract == mirror.check(contract, contract)
+    with pytest.raises(ValueError, match="version 1"):
+        mirror.check({"rule": "exact"}, "exact")
+    with pytest.raises(ValueError, match="unknown keys"):
+        mirror.check({"rule": "exact", "version": 1, "more": object()}, "exact")
+    wrong: Any
+    for wrong in (b"exact", 3, None, ["exact"]):
+        with pytest.raises(TypeError, match=r"Contract\.json\(\) gave .* got " + type(wrong).__name__):
+            mirror.check(wrong, "exact")
+
+
+def test_a_contract_without_a_tree_is_told_one_that_works() -> None:
+    x = Inputs("spread", 1)
+    with pytest.raises(ValueError, match="tree within a rank") as caught:
+        x.mirror(Contract("exact"))
+    named = str(caught.value).split("'")[1]
+    assert named == "exact/1+megatron-vllm-swiglu/1"
+    assert mirror.resolve(named).partial == PRESETS["megatron-vllm-swiglu"].partial
 
 
 @pytest.mark.parametrize("name", mirror.CANNOT_MIRROR)

@@ -12,6 +12,9 @@ from typing import Annotated
 
 import typer
 
+# The names of emulate.EMULATIONS, whose import costs that of torch.
+NAMES = ("exact", "window", "window2", "fp64", "chain", "rotated", "tree", "truncating", "ftz", "flaky")
+
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 
@@ -23,10 +26,12 @@ def _certify() -> None:
 @app.command()
 def fabric(
     emulate: Annotated[
-        str | None, typer.Option(help="Measure an emulation instead of the NVLink switch: exact, window, chain, ...")
+        str | None, typer.Option(help=f"Measure an emulation instead of the NVLink switch: {', '.join(NAMES)}.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
-    channels: Annotated[int | None, typer.Option(min=1, help="Channels per family; fewer are not trusted.")] = None,
+    channels: Annotated[
+        int | None, typer.Option(min=1, help="Channels per family; below 16,777,216 (2^24) no switch is trusted.")
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="50 million channels per family instead of 16.8.")] = False,
     world_size: Annotated[int, typer.Option(min=2, help="Ranks of an emulation.")] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs.")] = 0,
@@ -57,9 +62,10 @@ def _measure_emulation(name: str, world: int, channels: int, seed: int, as_json:
         chosen = emulated(name, world)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--emulate") from error
-    with progress(channels, os.environ.get("RANK", "0") == "0") as advance:
+    first = os.environ.get("RANK", "0") == "0"
+    with progress(channels, first) as advance:
         result = measure(chosen, channels=channels, seed=seed, progress=advance)
-    _finish(certify(result, chosen.name, [], world, seed), as_json, [out] if out else [])
+    _finish(certify(result, chosen.name, [], world, seed), as_json, [out] if out and first else [], quiet=not first)
 
 
 def _measure_switch(channels: int, seed: int, as_json: bool, out: Path | None) -> None:
@@ -72,7 +78,7 @@ def _measure_switch(channels: int, seed: int, as_json: bool, out: Path | None) -
     try:
         switch = open_switch()
     except Refused as refusal:
-        print(f"there is no switch to measure: {refusal}", file=sys.stderr)
+        _say_once(f"there is no switch to measure: {refusal}")
         raise typer.Exit(2) from refusal
     first = switch.rank == 0
     with progress(channels, first) as advance:
@@ -84,6 +90,23 @@ def _measure_switch(channels: int, seed: int, as_json: bool, out: Path | None) -
         paths.append(out)
     bicomm.shutdown()
     _finish(certificate, as_json, paths, quiet=not first)
+
+
+def _say_once(text: str) -> None:
+    """Print it on rank 0. The others wait for that: a launcher ends every rank when the first one fails."""
+    import bicomm
+    from bicomm.errors import LaunchError
+
+    try:
+        world = bicomm.init()
+    except LaunchError as error:
+        print(f"{text}; {error}", file=sys.stderr)
+        return
+    if world.rank == 0:
+        print(text, file=sys.stderr, flush=True)
+        world.store.set("said", "1")
+    world.store.wait(["said"])
+    bicomm.shutdown()
 
 
 def _finish(certificate: object, as_json: bool, paths: list[Path], quiet: bool = False) -> None:

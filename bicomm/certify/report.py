@@ -51,7 +51,9 @@ def describe(certificate: Certificate) -> Group:
     """What a certificate says, for a terminal."""
     record = certificate.record
     head = Table.grid(padding=(0, 2))
-    trusted = "yes" if certificate.trusted_class else "no"
+    from bicomm.certify.trust import objection
+
+    against = objection(certificate, record["machine"], record["world_size"])
     gpus = sorted({f"{gpu['name']}, driver {gpu['release'] or gpu['driver']}" for gpu in record["machine"]})
     rows = [
         ("fabric", record["fabric"]),
@@ -59,7 +61,7 @@ def describe(certificate: Certificate) -> Group:
         ("ranks", str(record["world_size"])),
         ("verdict", f"{record['verdict']}: {record['variant']}"),
         ("contract", record["contract"] or "none"),
-        ("may NVLS run under it", trusted),
+        ("may NVLS run under it", f"no: {against}" if against else "yes"),
         ("window search", record["search"]),
         ("before the clean-up", ", ".join(f"{k}: {v}" for k, v in record["observed"].items())),
         ("measured", f"{record['date']}, bicomm {record['bicomm']}, torch {record['versions'].get('torch', '')}"),

@@ -42,7 +42,7 @@ def find(machine: Sequence[dict[str, str]], world_size: int, folder: Path | None
         return Trust(None, f"no certificate of these GPUs for {world_size} ranks in {path.parent}: {HOW}", path)
     except ValueError as error:
         return Trust(None, f"the certificate cannot be used: {error}", path)
-    reason = _objection(found, ordered, world_size)
+    reason = objection(found, ordered, world_size)
     return Trust(None if reason else found.contract, reason, path)
 
 
@@ -54,7 +54,8 @@ def sorted_machine(machine: Sequence[dict[str, str]]) -> list[dict[str, str]]:
     return sorted((dict(gpu) for gpu in machine), key=lambda gpu: gpu["uuid"])
 
 
-def _objection(found: certificate.Certificate, machine: Sequence[dict[str, str]], world_size: int) -> str:
+def objection(found: certificate.Certificate, machine: Sequence[dict[str, str]], world_size: int) -> str:
+    """Why the switch of this machine and world may not add under this certificate; "" where it may."""
     record = found.record
     if record["fabric"] != "nvls":
         return f"the certificate is of an emulation ({record['fabric']})"

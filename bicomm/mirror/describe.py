@@ -14,8 +14,8 @@ CANNOT_MIRROR: dict[str, str] = {
     "nccl-reduce": "the sum happens inside ncclReduce or a ring (vLLM's batch-invariant mode reduces across ranks so): "
     "its tree depends on the topology, the channels, the message size and NCCL's version, and no public rule gives it",
     "multimem-bf16": "the NVLink switch's sum of bf16 or fp16 is not reproducible from its inputs",
-    "multimem": "an NVLink switch follows a rule that only a measurement shows, and without one `multimem` runs `exact` in "
-    "software: mirror the contract that comm.plan('multimem').contract names, which the engine stores as its json()",
+    "multimem": "it names an executor, whose rule a measurement shows (without one, `exact` runs in software): mirror "
+    "the contract in comm.plan('multimem').contract, which an engine stores as its json()",
     "multimem-uncertified": "an NVLink switch follows a rule that only a measurement shows: certify the fabric, and "
     "mirror the contract that the certificate names",
     "tensor-parallel-experts": "tensor parallelism inside an expert splits FC2's K and changes the rows themselves, "
@@ -52,8 +52,8 @@ def resolve(contract: Contract | str | Mapping[str, Any]) -> Contract:
 def check(engine: Contract | str | Mapping[str, Any], trainer: Contract | str | Mapping[str, Any]) -> Contract:
     """The engine's contract, if it is the trainer's: call it before the first step with the JSON kept beside rollouts.
 
-    engine: `Contract.json()`, its object, or an id, as the engine stored it. Raises ContractMismatch (a ValueError) where the
-    trainer is set to another contract, with both in words; ValueError where either is no contract.
+    engine: `Contract.json()`, its object, or an id, as the engine stored it. Raises ContractMismatch (a ValueError)
+    where the trainer is set to another contract, with both in words; ValueError where either is no contract.
     """
     theirs, ours = resolve(engine), resolve(trainer)
     if theirs != ours:

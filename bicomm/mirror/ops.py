@@ -289,8 +289,8 @@ def _check_unpermute(
             raise ValueError(f"owner is one exact sum: it has no accumulator of type {tree.accumulator} ({rule.id})")
     elif tree is None:
         raise ValueError(
-            f"{rule.id} says nothing about the tree within a rank, and a mirror needs both: pass one that does, such as "
-            f"'{rule.id}+megatron-vllm-swiglu/1', or Contract({rule.rule!r}, ..., partial=bicomm.Partial(...))"
+            f"{rule.id} says nothing about the tree within a rank, and a mirror needs both: pass one that does, such "
+            f"as '{rule.id}+megatron-vllm-swiglu/1', or Contract({rule.rule!r}, ..., partial=bicomm.Partial(...))"
         )
     elif rank_of_slot is None and ep_size > 1:
         raise ValueError(f"{rule.id} at ep_size {ep_size} needs rank_of_slot: the engine rank of every slot")
