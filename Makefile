@@ -10,6 +10,7 @@ SHELL := /bin/bash
 
 VENV := .venv
 PY := $(VENV)/bin/python
+RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 # The first of these that is 3.11 or newer. Another one: make PYTHON=/path/to/python
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
@@ -21,7 +22,7 @@ GPU := TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVL
 
 .PHONY: demo test test-all test-gpu memcheck lint format clean
 
-demo: $(READY)
+demo: $(RUNS)
 	launch/torchrun.sh -m bicomm.demo $(ARGS)
 
 test: $(READY)
@@ -48,7 +49,7 @@ format: $(READY)
 
 # With a GPU, a torch that is already installed fits its driver and is kept. Without one, torch comes first and in one
 # fixed version, so that every such machine tests the same CPU kernels.
-$(READY): pyproject.toml Makefile
+$(RUNS): pyproject.toml Makefile
 	@test -n "$(PYTHON)" || { echo "bicomm needs Python 3.11 or newer; none found. make PYTHON=/path/to/python3.11"; exit 1; }
 	if nvidia-smi -L >/dev/null 2>&1; then gpu=1; else gpu=; fi; \
 	if [ ! -x $(PY) ]; then \
@@ -58,6 +59,10 @@ $(READY): pyproject.toml Makefile
 	if [ -z "$$gpu" ] && ! $(PY) -c 'import torch' 2>/dev/null; then \
 		$(PY) -m pip install --disable-pip-version-check torch==2.13.0; \
 	fi; \
+	$(PY) -m pip install --disable-pip-version-check -e '.[mpi]'
+	@touch $@
+
+$(READY): $(RUNS)
 	$(PY) -m pip install --disable-pip-version-check -e '.[dev]'
 	@touch $@
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from bicomm.arguments import check_gathered
 from bicomm.contract import Contract, round_output
 from bicomm.errors import CaptureError, PeerTimeout
+from bicomm.flags import AGAIN
 from bicomm.header import Header
 from bicomm.hostcalls import HostTransport
 from bicomm.slots import check_slots, weigh
@@ -140,7 +141,7 @@ class AllToAllTransport(HostTransport):
         self._sync.abort(f"its connection to another rank broke in an all-to-all ({reason})")
         raise PeerTimeout(
             f"rank {self.rank} lost its connection to another rank in the middle of an all-to-all ({reason}), and all "
-            f"ranks are still there. Every call raises until all ranks call comm.recover() together"
+            f"ranks are still there. {AGAIN}"
         ) from error
 
     def take(self, nbytes: int) -> Place:

@@ -183,14 +183,14 @@ def error_of(record: Mapping[str, Any], where: str) -> BicommError:
     """The exception for the record that the rank which gave up first left behind."""
     waiting, missing = int(record["waiting"]), tuple(record.get("missing", ()))
     if record["kind"] == "abort":
-        return Aborted(f"rank {waiting} aborted this communicator: {record['reason']}. {_AGAIN}")
+        return Aborted(f"rank {waiting} aborted this communicator: {record['reason']}. {AGAIN}")
     has = "has" if len(missing) == 1 else "have"
     told = {
         "late": f"{has} not arrived within {record['seconds']:g} s",
         "died": "died",
         "closed": f"{has} closed this communicator",
     }[record["kind"]]
-    then = _AGAIN if record["kind"] == "late" else _WITHOUT
+    then = AGAIN if record["kind"] == "late" else _WITHOUT
     return PeerTimeout(
         f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} {told} (rank {waiting} waited in "
         f"{where}, exchange {record['sequence']}). {record.get('hint', '')}{then}",
@@ -202,7 +202,7 @@ def error_of(record: Mapping[str, Any], where: str) -> BicommError:
     )
 
 
-_AGAIN = (
+AGAIN = (
     "Every call raises this until all ranks call comm.recover() together "
     "(bicomm.default_communicator().recover() for bicomm.combine)"
 )

@@ -18,6 +18,7 @@ from bicomm.call import Gather, Pull, Reduce, Sync
 from bicomm.contract import Contract
 from bicomm.copy_in import copy_in
 from bicomm.errors import Aborted, BicommError, CallMismatch, CaptureError, PeerRefused, PeerTimeout
+from bicomm.flags import AGAIN
 from bicomm.header import first_line
 from bicomm.link import Link
 from bicomm.nvls import Nvls
@@ -324,7 +325,7 @@ class GpuTransport(Transport):
         return self._control.local[: 8 * barrier.control_words(self.size)].view(torch.int64)
 
     def _read_error(self) -> BicommError:
-        then = "Every call raises this until all ranks call comm.recover() together"
+        then = AGAIN
         if int(self._page[barrier.PAGE_DIFFERENT.value]):
             start = barrier.PAGE_HEADS.value
             heads = self._page[start : start + 3 * self.size].view(self.size, 3).tolist()
