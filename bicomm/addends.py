@@ -95,9 +95,10 @@ def load_peer(args, r, lane, HELD: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def load_all(LOAD: tl.constexpr, args, lane, N: tl.constexpr, VEC: tl.constexpr, ROTATE: tl.constexpr):
-    """A tuple of all N tiles, read from peer ROTATE on: tile r stands at (r - ROTATE) mod N. See `unrotated`.
+    """A tuple of all N tiles, read from peer ROTATE on: tile r stands at (r - ROTATE) mod N.
 
-    Loads are emitted in this order and issued before the first addition; additions go in rank order.
+    All loads of a tile are on their way before the first addition, in this order, so that ranks begin at different
+    links; what is done with the tiles goes by rank.
     """
     tiles = ()
     for i in tl.static_range(N):

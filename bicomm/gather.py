@@ -14,7 +14,11 @@ from bicomm.barrier import enter, leave
 from bicomm.call import RUNTIME_INTEGERS, Gather, Tile, barriers, cdiv, grid
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-_FILL = {1: 0x7F, 2: 0x7FC0, 4: 0x7FC07FC0}  # no result after a fault: NaN in fp32, bf16, fp16 and the fp8 types
+
+
+def _no_result(itemsize: int, word: int) -> int:
+    """A word of what stands for no result after a fault: NaN in fp32, bf16, fp16 and the fp8 types."""
+    return (0x7F7F7F7F if itemsize == 1 else 0x7FC07FC0) & ((1 << 8 * word) - 1)
 
 
 @triton.jit(do_not_specialize=RUNTIME_INTEGERS)
@@ -75,7 +79,7 @@ def gather(call: Gather, *, tile: Tile | None = None) -> Tensor:
     flat = call.out.view(-1).view(_WORDS[word])
     _gather_kernel[grid(cdiv(nbytes // word, tile.block) + call.peers.numel(), tile, call.out.device, call.sync)](
         call.peers, flat, call.device_splits, call.offset, call.row_bytes // call.unit, call.out.shape[0], call.rank,
-        W=call.peers.numel(), ROTATE=call.rotate, VEC=vector, FILL=_FILL[word], BLOCK=tile.block,
-        **tile.options, **barriers(call.sync, tile.warps),
+        W=call.peers.numel(), ROTATE=call.rotate, VEC=vector, FILL=_no_result(call.out.element_size(), word),
+        BLOCK=tile.block, **tile.options, **barriers(call.sync, tile.warps),
     )  # fmt: skip
     return call.out
