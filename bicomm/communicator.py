@@ -155,6 +155,13 @@ class Communicator:
         """Bytes of symmetric memory on this rank: `held`; of these `in_use`, and on GPUs `captured` by CUDA graphs."""
         return self._transport.memory()
 
+    def __deepcopy__(self, _: dict[int, Any]) -> Communicator:
+        """A copied model speaks to the same ranks."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a communicator belongs to its process: make one in the process that needs it")
+
     def __repr__(self) -> str:
         contract = "no contract of its own" if self.contract is None else self.contract.id
         return f"Communicator(rank {self.rank} of {self.size}, {self.device}, {contract}, by {self._transport.name})"
@@ -281,6 +288,7 @@ class Communicator:
 
     def recover(self) -> None:
         """Make the communicator usable again; called by all ranks together. Raises PeerTimeout if some do not come."""
+        self._acquired.forget_released()
         self._transport.recover()
 
     def suspend(self) -> None:

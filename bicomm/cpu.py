@@ -108,7 +108,13 @@ class CpuTransport(HostTransport):
         if place is not None:
             return place
         header = Header(0, ACQUIRE, hidden=nbytes, held=self.held())
-        return self._calls.run(header, lambda _: self._take(nbytes), lambda _, at: at)
+        taken: list[Place] = []
+        try:
+            return self._calls.run(header, lambda _: taken.append(self._take(nbytes)), lambda _, __: taken[0])
+        except BaseException:
+            for at in taken:
+                self._arenas.release(at)
+            raise
 
     def release(self, place: Place) -> None:
         self._arenas.release(place)
@@ -126,7 +132,7 @@ class CpuTransport(HostTransport):
         self._calls.recover(self._realign)
 
     def _realign(self) -> None:
-        """A fault may have caught some ranks before and some after a growth: go on without the memory nobody uses."""
+        """A fault may have caught some ranks before and some after a growth: go on with new memory."""
         numbers = [int(text) for text in self._sync.exchange(str(self._arenas.made).encode())]
         self._arenas.restart(max(numbers))
 

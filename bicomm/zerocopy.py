@@ -54,6 +54,12 @@ class Acquired:
                     f"partials inside the `with comm.acquire(...)` block, and combine them there"
                 )
 
+    def forget_released(self) -> None:
+        """Let go of released buffers without a look: ranks that a fault parted hold different ones."""
+        released, self._released = self._released, []
+        for place, _ in released:
+            self._transport.release(place)
+
     def place_of(self, x: Tensor) -> Place | None:
         """Where an operand lies, if it is a whole acquired buffer or its first rows: then nothing is copied."""
         found = self._places.get(address_of(x))

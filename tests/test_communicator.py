@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import time
 import warnings
 from typing import Any
@@ -332,6 +334,15 @@ def test_the_transport_is_shared_memory_and_a_communicator_can_be_found_by_its_o
     from bicomm import ops
 
     assert ops.of(comm.handle) is comm
+
+
+def test_a_copied_model_keeps_its_communicator_and_a_pickled_one_is_told_why_not() -> None:
+    (comm,) = bicomm.local_world(1, mode="exact")
+    layer = torch.nn.Linear(2, 2)
+    layer.comm = comm
+    assert copy.deepcopy(layer).comm is comm
+    with pytest.raises(TypeError, match="belongs to its process"):
+        pickle.dumps(comm)
 
 
 def test_ranks_in_another_order_of_calls_learn_both_sides() -> None:

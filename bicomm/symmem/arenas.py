@@ -40,6 +40,7 @@ class Arenas:
     def __init__(self, allocate: Callable[[int], SymmetricBuffer]) -> None:
         self._allocate = allocate
         self._buffers: dict[int, SymmetricBuffer] = {}
+        self._retired: list[SymmetricBuffer] = []
         self.made = 0  # how many arenas there ever were: the next one's number
 
     def take(self, nbytes: int) -> Place | None:
@@ -81,20 +82,23 @@ class Arenas:
     def layout(self) -> tuple[int, int]:
         """Bytes handed out, and a check sum of where: equal on ranks whose next place will be the same."""
         places = [(number, buffer.capacity, buffer.places()) for number, buffer in sorted(self._buffers.items())]
-        return self.in_use, zlib.crc32(repr((self.made, places)).encode())
+        in_use = sum(buffer.in_use for buffer in self._buffers.values())
+        return in_use, zlib.crc32(repr((self.made, places)).encode())
 
     def restart(self, made: int) -> None:
-        """Drop the arenas that nobody uses, and count on from `made`."""
-        self._buffers = {n: b for n, b in self._buffers.items() if b.in_use or b.pinned}
+        """Go on without the arenas there are, and count on from `made`. Who holds a place in one may still use it: some
+        ranks may hold places that others do not, so nothing new is put beside them."""
+        self._retired = [b for b in [*self._retired, *self._buffers.values()] if b.in_use]
+        self._buffers = {}
         self.made = made
 
-    def find(self, x: Tensor) -> tuple[int, SymmetricBuffer] | None:
+    def find(self, x: Tensor) -> SymmetricBuffer | None:
         """The arena that a tensor's memory lies in."""
         address = address_of(x)
-        for number, buffer in self._buffers.items():
+        for buffer in [*self._buffers.values(), *self._retired]:
             start = buffer.local.data_ptr()
             if start <= address < start + buffer.capacity:
-                return number, buffer
+                return buffer
         return None
 
     def clear(self) -> None:
@@ -103,6 +107,7 @@ class Arenas:
         Places that are still out keep their own memory until they are dropped.
         """
         self._buffers = {number: buffer for number, buffer in self._buffers.items() if buffer.pinned}
+        self._retired = []
 
     @property
     def captured(self) -> int:
@@ -112,9 +117,13 @@ class Arenas:
     @property
     def capacity(self) -> int:
         """Bytes held on this rank."""
-        return sum(buffer.capacity for buffer in self._buffers.values())
+        return sum(buffer.capacity for buffer in self._held())
 
     @property
     def in_use(self) -> int:
         """Bytes handed out."""
-        return sum(buffer.in_use for buffer in self._buffers.values())
+        return sum(buffer.in_use for buffer in self._held())
+
+    def _held(self) -> list[SymmetricBuffer]:
+        self._retired = [buffer for buffer in self._retired if buffer.in_use]
+        return [*self._buffers.values(), *self._retired]
