@@ -181,7 +181,9 @@ def backward(
     }  # fmt: skip
     with on_device(grad):
         if used.numel() and places.numel():
-            _mark_kernel[(triton.cdiv(places.numel(), 1024),)](used, places, places.numel(), num_rows, BLOCK=1024)
+            _mark_kernel[(triton.cdiv(places.numel(), 1024),)](
+                used, places, places.numel(), num_rows, BLOCK=1024, enable_fp_fusion=False
+            )
         if rows is not None:
             if rows.stride(1) != 1:
                 rows = rows.contiguous()

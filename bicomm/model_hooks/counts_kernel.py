@@ -30,5 +30,6 @@ def count(ids: Tensor, num_experts: int, padding_mask: Tensor | None) -> Tensor:
         count_slots[(triton.cdiv(slots, 1024),)](
             ids.contiguous(), ids if padding_mask is None else padding_mask.contiguous().view(torch.uint8), counts,
             slots, num_experts, K=ids.shape[1], PADDING=padding_mask is not None, BLOCK=1024, num_warps=4,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return counts
