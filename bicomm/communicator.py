@@ -22,7 +22,7 @@ from bicomm.contract import OWNER, Contract
 from bicomm.errors import BicommError
 from bicomm.establish import establish
 from bicomm.request import Request
-from bicomm.transport import Asked, Rows, Transport
+from bicomm.transport import Asked, Closed, Rows, Transport
 from bicomm.zerocopy import Acquired
 
 
@@ -308,9 +308,9 @@ class Communicator:
 
     def close(self) -> None:
         """Let go of everything. Not collective; later calls are errors, also those of ranks that wait for this one."""
-        if not isinstance(self._transport, _Closed):
+        if not isinstance(self._transport, Closed):
             self._transport.close()
-            self._transport = cast(Transport, _Closed())
+            self._transport = cast(Transport, Closed())
 
     # ------------------------------------------------------------------------------------- what the operators call
 
@@ -431,15 +431,6 @@ def _caller_level() -> int:
     while frame is not None and frame.f_code.co_filename.startswith(inside):
         frame, level = frame.f_back, level + 1
     return level
-
-
-class _Closed:
-    """What stands in a closed communicator's place."""
-
-    name = "closed"
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise BicommError("this communicator was closed: make a new one")
 
 
 @dataclasses.dataclass(frozen=True)

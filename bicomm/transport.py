@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from bicomm.arguments import splits_of
 from bicomm.contract import Contract
+from bicomm.errors import BicommError
 from bicomm.symmem.arenas import Place
 
 Shares = tuple[int, ...] | Tensor  # tokens per rank: on the host, or an int64 tensor [W] on the GPU
@@ -161,3 +162,12 @@ class Transport(abc.ABC):
     def close(self) -> None:
         """Let go of everything. Not collective."""
         self.suspend()
+
+
+class Closed:
+    """What stands in a closed communicator's place."""
+
+    name = "closed"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise BicommError("this communicator was closed: make a new one")
