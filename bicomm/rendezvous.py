@@ -121,9 +121,10 @@ def _host(ports: Sequence[int], token: str, size: int, timeout: float) -> tuple[
         except (OSError, RuntimeError) as error:
             refusals.append(f"port {port}: {error}")
             continue
+        number = int(door.getsockname()[1])  # now: the door closes itself behind the last guest
         arguments = (door, f"{token}\n".encode(), f"{store.port}\n".encode(), size - 1, time.monotonic() + timeout)
         threading.Thread(target=_answer, args=arguments, name="bicomm door", daemon=True).start()
-        return store, int(door.getsockname()[1])
+        return store, number
     raise LaunchError(f"rank 0 on {socket.gethostname()} cannot open a port ({'; '.join(refusals)})")
 
 

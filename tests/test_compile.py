@@ -194,7 +194,11 @@ def _in_order(comm: Communicator) -> tuple[list[str], list[str]]:
 @pytest.mark.skipif(not CXX, reason="no C++ compiler")
 def test_inductor_keeps_the_order_and_alone_would_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin: without bicomm's lowering, Inductor of these versions moves one collective ahead of another."""
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _order_with_and_without(monkeypatch)
+
+
+def _order_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, compiled = _in_order(bicomm.local_world(1, mode="exact")[0])
     assert compiled == plain == ["combine", "dispatch", "combine"]
     from torch._inductor.lowering import lowerings
