@@ -123,14 +123,17 @@ def dense_rows(tokens: int, slots: int, first: int | Tensor, device: torch.devic
     return torch.arange(tokens * slots, device=device).view(tokens, slots) + first * slots
 
 
-def tile_for(tokens: int, hidden: int) -> Tile:
+def tile_for(tokens: int, hidden: int, weighted: bool = False) -> Tile:
     """The launch for so many tokens of so many elements, measured on an H200 (bench/combine.py --tune owner).
 
     Two warps a block take 59 and 194 us at 4096 tokens x 2048 and 7168, where four with 152 registers took 71 and 231.
+    With weights two warps would spill.
     """
     widest = triton.next_power_of_2(min(max(hidden, 128), 1024))
     if tokens * hidden <= 1 << 17:
         return Tile(min(widest, 512), 4, 8)
+    if weighted:
+        return Tile(min(widest, 512), 4, 8) if tokens * hidden <= 1 << 20 else Tile(widest, 4, 8, 152)
     return Tile(widest, 2, 8 if tokens * hidden <= 1 << 20 else 16)
 
 
@@ -143,7 +146,7 @@ def pull(call: Pull, *, tile: Tile | None = None) -> Tensor:
     slots = call.row_of_slot.shape[1]
     if slots == 0:
         raise ValueError("a combine of rows needs at least one slot a token: row_of_slot is [t, K] with K >= 1")
-    tile = tile or tile_for(tokens, hidden)
+    tile = tile or tile_for(tokens, hidden, call.weights is not None)
     vector = call.vector
     columns = cdiv(hidden, tile.block)
     weighted = 0 if call.weights is None else 2 if call.product_dtype == torch.bfloat16 else 1

@@ -65,7 +65,7 @@ def pulls() -> Iterator[Variant]:
     ):
         constants = {"W": 8, "K": slots, "DTYPE": dtype, "WEIGHTED": weighted, "LIMIT": spread_limit(slots, 8)}
         constants |= {"COUNTED": True, "VEC": 8 if dtype == tl.int16 else 4}
-        yield name, owner._owner_kernel, {"out": out}, constants, owner.tile_for(4096, 2048)
+        yield name, owner._owner_kernel, {"out": out}, constants, owner.tile_for(4096, 2048, "weighted" in name)
     for name, out, fill, vector in (("gather", "*i32", 0x7FC07FC0, 4), ("gather halves", "*i16", 0x7FC0, 1)):
         constants = {"W": 8, "ROTATE": 3, "VEC": vector, "FILL": fill}
         yield name, gather._gather_kernel, {"out": out}, constants, gather.tile_for(1 << 26)
