@@ -191,6 +191,7 @@ def check_owner(
     lead: int = 0,
     there: int | None = None,
     tile: Tile | None = None,
+    cascade: bool = True,
 ) -> Tensor:
     """The pull kernel gives the contract's sum of each token's slots; tokens from `there` on are untouched."""
     ranks = Ranks(case.rows, lead, device)
@@ -212,6 +213,7 @@ def check_owner(
             rows=case.rows.shape[1],
         ),
         tile=tile,
+        cascade=cascade,
     )
     valid = tokens if there is None else there
     want = round_output(OWNER.sum(case.addends()), None, out_dtype)[:valid]
