@@ -1,7 +1,7 @@
 """What the combine kernels cost on one GPU: W = 8 local buffers, no barriers, beside torch's own sums and a copy.
 
 python bench/combine.py            every kernel, sizes from 8 to 4096 tokens
-python bench/combine.py --tune     also tiles, warps and blocks (another 40 s); --tune owner for the owner combine alone
+python bench/combine.py --tune     also the best launches (some minutes); --tune owner, --tune dispatch for one kernel alone
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ def dispatches(tokens: int, hidden: int, copy: float) -> list[Row]:
 # more blocks run at once; more elements a thread keep more loads on their way.
 Shapes = tuple[tuple[int, int, tuple[int | None, ...]], ...]
 ORDERED_TILES: Shapes = ((512, 4, (None,)), (1024, 4, (None,)), (1024, 8, (None,)), (2048, 8, (None,)))
+DISPATCH_TILES: Shapes = ((512, 4, (None,)), (1024, 4, (None,)), (2048, 8, (None,)), (4096, 8, (None,)))
 EXACT_TILES: Shapes = (
     (512, 4, (None, 80, 128)), (1024, 4, (None, 104)), (1024, 8, (None, 80, 128)), (2048, 8, (None, 104)),
 )  # fmt: skip
@@ -135,6 +136,22 @@ def tune_owner(copy: float) -> list[Row]:
     return found
 
 
+def tune_dispatch(copy: float) -> list[Row]:
+    """The best launches of the dispatch."""
+    found = []
+    for tokens, hidden in ((8, 2048), (512, 2048), (4096, 2048), (4096, 7168)):
+        rows = torch.randn(W, tokens // W, hidden, device=DEVICE).bfloat16()
+        out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=DEVICE)
+        call = Gather(_addresses(rows), 0, 0, out, (tokens // W,) * W)
+        times = []
+        for tile, planned in itertools.product(_tiles(DISPATCH_TILES), (True, False)):
+            us = common.time_graph(lambda c=call, t=tile, p=planned: gather.gather(c, tile=t, planned=p), replays=11)
+            times.append((us, f"dispatch{' by plan' if planned else ''}, {tile}"))
+        for us, what in sorted(times)[:3]:
+            found.append(_row(what, tokens, hidden, us, 4 * out.numel(), copy))
+    return found
+
+
 def tune(copy: float) -> list[Row]:
     """The same for the reductions."""
     found = []
@@ -159,7 +176,7 @@ def tune(copy: float) -> list[Row]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tune", nargs="?", const="all", choices=("all", "owner"))
+    parser.add_argument("--tune", nargs="?", const="all", choices=("all", "owner", "dispatch"))
     given = parser.parse_args()
     bandwidth = common.copy_bandwidth()
     empty = common.empty_kernel_time()
@@ -169,6 +186,9 @@ if __name__ == "__main__":
     common.save("combine", measured, copy_GBps=bandwidth, empty_kernel_us=empty)
     common.table(f"combine, W = {W}, top-k {TOPK}; copy {bandwidth:.0f} GB/s, an empty kernel {empty:.2f} us", measured)
     if given.tune:
-        best = tune_owner(bandwidth) + (tune(bandwidth) if given.tune == "all" else [])
+        wanted = [tune_owner, tune_dispatch, tune]
+        if given.tune != "all":
+            wanted = [tune_owner if given.tune == "owner" else tune_dispatch]
+        best = [row for search in wanted for row in search(bandwidth)]
         common.save("combine_tune", best, copy_GBps=bandwidth)
         common.table("best launches", best)

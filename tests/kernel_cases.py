@@ -251,6 +251,7 @@ class Bytes:
         capacity: int | None = None,
         rotate: int = 0,
         on_device: bool = False,
+        planned: bool | None = None,
         tile: Tile | None = None,
     ) -> None:
         """The gathered rows are all ranks' rows in rank order, as far as they fit; other bytes of the result stay."""
@@ -258,7 +259,7 @@ class Bytes:
         spare = torch.full((capacity * self.row_bytes + 16,), 5, dtype=torch.int8, device=self.device)
         out = spare[: capacity * self.row_bytes].view(capacity, self.row_bytes).view(dtype)
         splits = torch.tensor(self.splits, device=self.device) if on_device else self.splits
-        gather.gather(Gather(self.peers, self.lead, 0, out, splits, rotate=rotate), tile=tile)
+        gather.gather(Gather(self.peers, self.lead, 0, out, splits, rotate=rotate), tile=tile, planned=planned)
         want = torch.cat(self.rows)[:capacity].flatten()
         assert torch.equal(spare.cpu()[: len(want)], want), (self.splits, self.row_bytes, self.lead, dtype)
         assert spare[len(want) :].eq(5).all()

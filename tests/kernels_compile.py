@@ -71,9 +71,13 @@ def pulls() -> Iterator[Variant]:
         constants |= {} if weighted else {"weights": None}
         constants |= {} if slots == 32 else {"count": None}
         yield name, owner._owner_kernel, {"out": out}, constants, owner.tile_for(4096, 2048, slots)
-    for name, out, fill, vector in (("gather", "*i32", 0x7FC07FC0, 4), ("gather halves", "*i16", 0x7FC0, 1)):
-        constants = {"W": 8, "ROTATE": 3, "VEC": vector, "FILL": fill}
-        yield name, gather._gather_kernel, {"out": out}, constants, gather.tile_for(1 << 26)
+    for name, out, fill, vector, nbytes in (
+        ("gather", "*i32", 0x7FC07FC0, 4, 1 << 26),
+        ("gather small", "*i32", 0x7FC07FC0, 4, 1 << 18),
+        ("gather halves", "*i16", 0x7FC0, 1, 1 << 26),
+    ):
+        constants = {"W": 8, "ROTATE": 3, "VEC": vector, "FILL": fill, "PLANNED": "small" in name}
+        yield name, gather._gather_kernel, {"out": out}, constants, gather.tile_for(nbytes)
 
 
 def switched() -> Iterator[Variant]:
