@@ -1,7 +1,7 @@
 """What the combine kernels cost on one GPU: W = 8 local buffers, no barriers, beside torch's own sums and a copy.
 
 python bench/combine.py            every kernel, sizes from 8 to 4096 tokens
-python bench/combine.py --tune     also the best launches (some minutes); --tune owner, --tune dispatch for one kernel alone
+python bench/combine.py --tune     also the best launches (some minutes); --tune owner or dispatch: of one kernel
 """
 
 from __future__ import annotations
