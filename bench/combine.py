@@ -1,14 +1,14 @@
 """What the combine kernels cost on one GPU: W = 8 local buffers, no barriers, beside torch's own sums and a copy.
 
 python bench/combine.py            every kernel, sizes from 8 to 4096 tokens
-python bench/combine.py --tune     also the best launches (some minutes); --tune owner or dispatch: of one kernel
+python bench/combine.py --tune     also tiles, warps and blocks (another 40 s); --tune owner for the owner combine alone
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import common
@@ -99,26 +99,6 @@ def dispatches(tokens: int, hidden: int, copy: float) -> list[Row]:
     ]
 
 
-# (elements a block, warps, registers a thread), each tried with several blocks a multiprocessor. Fewer registers let
-# more blocks run at once; more elements a thread keep more loads on their way.
-Shapes = tuple[tuple[int, int, tuple[int | None, ...]], ...]
-ORDERED_TILES: Shapes = ((512, 4, (None,)), (1024, 4, (None,)), (1024, 8, (None,)), (2048, 8, (None,)))
-DISPATCH_TILES: Shapes = ((512, 4, (None,)), (1024, 4, (None,)), (2048, 8, (None,)), (4096, 8, (None,)))
-EXACT_TILES: Shapes = (
-    (512, 4, (None, 80, 128)), (1024, 4, (None, 104)), (1024, 8, (None, 80, 128)), (2048, 8, (None, 104)),
-)  # fmt: skip
-OWNER_TILES: Shapes = (
-    (512, 4, (80, 104)), (1024, 4, (None, 80, 104)), (1024, 2, (None, 128, 168)), (1024, 8, (64, 80)),
-    (2048, 4, (None, 128, 168)),
-)  # fmt: skip
-
-
-def _tiles(shapes: Shapes) -> Iterator[Tile]:
-    for block, warps, registers in shapes:
-        for most, per_sm in itertools.product(registers, (2, 8, 16)):
-            yield Tile(block, warps, per_sm, most)
-
-
 def tune_owner(copy: float) -> list[Row]:
     """The best launches of the owner combine: none of them changes a bit."""
     found = []
@@ -128,27 +108,12 @@ def tune_owner(copy: float) -> list[Row]:
         held, out = rows.shape[1], torch.empty(tokens, hidden, device=DEVICE)
         pull = Pull(_addresses(rows), 0, 0, torch.bfloat16, out, shuffled % held, shuffled // held, rows=held)
         times = []
-        for tile, cascade in itertools.product(_tiles(OWNER_TILES), (True, False)):
-            us = common.time_graph(lambda c=pull, t=tile, p=cascade: owner.pull(c, tile=t, cascade=p), replays=11)
-            times.append((us, f"owner in {'pairs' if cascade else 'fp64'}, {tile}"))
-        for us, what in sorted(times)[:4]:
-            found.append(_row(what, tokens, hidden, us, tokens * hidden * (TOPK * 2 + 4), copy))
-    return found
-
-
-def tune_dispatch(copy: float) -> list[Row]:
-    """The best launches of the dispatch."""
-    found = []
-    for tokens, hidden in ((8, 2048), (512, 2048), (4096, 2048), (4096, 7168)):
-        rows = torch.randn(W, tokens // W, hidden, device=DEVICE).bfloat16()
-        out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=DEVICE)
-        call = Gather(_addresses(rows), 0, 0, out, (tokens // W,) * W)
-        times = []
-        for tile, planned in itertools.product(_tiles(DISPATCH_TILES), (True, False)):
-            us = common.time_graph(lambda c=call, t=tile, p=planned: gather.gather(c, tile=t, planned=p), replays=11)
-            times.append((us, f"dispatch{' by plan' if planned else ''}, {tile}"))
-        for us, what in sorted(times)[:3]:
-            found.append(_row(what, tokens, hidden, us, 4 * out.numel(), copy))
+        for block, warps, per_sm in itertools.product((512, 1024, 2048), (2, 4, 8), (2, 4, 8, 16)):
+            if 4 <= block // (32 * warps) <= 16:
+                tile = Tile(block, warps, per_sm)
+                times.append((common.time_graph(lambda c=pull, t=tile: owner.pull(c, tile=t), replays=11), tile))
+        for us, tile in sorted(times, key=lambda pair: pair[0])[:3]:
+            found.append(_row(f"owner, {tile}", tokens, hidden, us, tokens * hidden * (TOPK * 2 + 4), copy))
     return found
 
 
@@ -159,24 +124,23 @@ def tune(copy: float) -> list[Row]:
         buffers = torch.randn(W, tokens, hidden, device=DEVICE)
         out = torch.empty(tokens, hidden, device=DEVICE)
         call = Reduce(_addresses(buffers), 0, 0, hidden, out, start=0, count=tokens * hidden)
-        sums: dict[str, tuple[Callable[[Tile], object], Shapes]] = {
-            "ordered": (lambda t, c=call: ordered.reduce(c, tile=t), ORDERED_TILES),
-            "exact in fp64": (lambda t, c=call: exact.reduce(c, tile=t, cascade=False), EXACT_TILES),
-            "exact in pairs": (lambda t, c=call: exact.reduce(c, tile=t, cascade=True), EXACT_TILES),
-        }
-        for name, (launch, tiles) in sums.items():
-            times = [
-                (common.time_graph(lambda f=launch, t=tile: f(t), replays=11), f"{name}, {tile}")
-                for tile in _tiles(tiles)
-            ]
-            for us, what in sorted(times)[:3]:
-                found.append(_row(what, tokens, hidden, us, (W + 1) * tokens * hidden * 4, copy))
+        for name, module in (("ordered", ordered), ("exact", exact)):
+            times = []
+            for block, warps, per_sm in itertools.product((512, 1024, 2048), (4, 8), (2, 4, 8, 16)):
+                if block // (32 * warps) < 4:
+                    continue
+                tile = Tile(block, warps, per_sm)
+                us = common.time_graph(lambda m=module, c=call, t=tile: m.reduce(c, tile=t), replays=11)
+                times.append((us, tile))
+            for us, tile in sorted(times, key=lambda pair: pair[0])[:3]:
+                row = _row(f"{name}, {tile}", tokens, hidden, us, (W + 1) * tokens * hidden * 4, copy)
+                found.append(row)
     return found
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tune", nargs="?", const="all", choices=("all", "owner", "dispatch"))
+    parser.add_argument("--tune", nargs="?", const="all", choices=("all", "owner"))
     given = parser.parse_args()
     bandwidth = common.copy_bandwidth()
     empty = common.empty_kernel_time()
@@ -186,9 +150,6 @@ if __name__ == "__main__":
     common.save("combine", measured, copy_GBps=bandwidth, empty_kernel_us=empty)
     common.table(f"combine, W = {W}, top-k {TOPK}; copy {bandwidth:.0f} GB/s, an empty kernel {empty:.2f} us", measured)
     if given.tune:
-        wanted = [tune_owner, tune_dispatch, tune]
-        if given.tune != "all":
-            wanted = [tune_owner if given.tune == "owner" else tune_dispatch]
-        best = [row for search in wanted for row in search(bandwidth)]
+        best = tune_owner(bandwidth) + (tune(bandwidth) if given.tune == "all" else [])
         common.save("combine_tune", best, copy_GBps=bandwidth)
         common.table("best launches", best)

@@ -94,18 +94,15 @@ def load_peer(args, r, lane, HELD: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
-def load_all(
-    LOAD: tl.constexpr, args, lane, N: tl.constexpr, VEC: tl.constexpr, ROTATE: tl.constexpr, HELD: tl.constexpr = True
-):
+def load_all(LOAD: tl.constexpr, args, lane, N: tl.constexpr, VEC: tl.constexpr, ROTATE: tl.constexpr):
     """A tuple of all N tiles, read from peer ROTATE on: tile r stands at (r - ROTATE) mod N.
 
     All loads of a tile are on their way before the first addition, in this order, so that ranks begin at different
-    links; what is done with the tiles goes by rank. Empty where N is larger than UNROLL.
+    links; what is done with the tiles goes by rank.
     """
     tiles = ()
-    if N <= UNROLL:
-        for i in tl.static_range(N):
-            tiles = tiles + (LOAD(args, (i + ROTATE) % N, lane, HELD, VEC),)  # noqa: RUF005
+    for i in tl.static_range(N):
+        tiles = tiles + (LOAD(args, (i + ROTATE) % N, lane, True, VEC),)  # noqa: RUF005
     return tiles
 
 

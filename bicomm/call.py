@@ -39,11 +39,6 @@ class Tile:
     registers: int | None = None
 
     @property
-    def part(self) -> int:
-        """Elements of a tile that are one a thread."""
-        return min(self.block, 32 * self.warps)
-
-    @property
     def options(self) -> dict[str, Any]:
         """Launch options. No kernel may fuse a product with a sum: that rounds once where contracts round twice."""
         return {"num_warps": self.warps, "maxnreg": self.registers, "enable_fp_fusion": False}
@@ -225,15 +220,6 @@ def bits_of(x: Tensor) -> Tensor:
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU; 1 for the interpreter on a CPU, which runs block after block."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-@functools.cache
-def few_fp64_units(device: torch.device) -> bool:
-    """Whether a GPU adds fp64 far more slowly than fp32: all but the large parts of compute capability x.0.
-
-    sm_103 has 1/32 of sm_100's units, so there the sums run in fp32 pairs (sums.py).
-    """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[1] != 0
 
 
 def grid(tiles: int, tile: Tile, device: torch.device, sync: Sync | None = None) -> tuple[int]:

@@ -2,7 +2,7 @@
 
 One load of 16 aligned bytes from a multicast address brings the sum of what all ranks hold there. What lies before and
 after such vectors at the ends of a slice is read from the peers' own addresses, and added under the same contract. The
-load stands in one small function, `reduce_and_store`, whose software branch is that contract's sum in sums.py: it is
+load stands in one small function, `load_and_reduce`, whose software branch is that contract's sum in exact.py: it is
 all there is without a switch (HARDWARE False), and the branch that is taken once the word `trusted` on the device is 0,
 so that captured graphs turn to software as well.
 """
@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from bicomm.addends import (
-    load_all,
     load_peer,
     own_slice,
     peer_pointers,
@@ -31,11 +30,10 @@ from bicomm.call import (
     barriers,
     bits_of,
     cdiv,
-    few_fp64_units,
     grid,
     vector_width,
 )
-from bicomm.sums import spread_limit, sum_and_store
+from bicomm.exact import spread_limit, sum_exactly, tile_for
 
 
 @triton.jit
@@ -78,30 +76,20 @@ def switch_load(address, limit, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def software_sum(
-    args, out, into, lane, limit, ok, W: tl.constexpr, VEC: tl.constexpr, OUT_VEC: tl.constexpr, BLOCK: tl.constexpr,
-    PART: tl.constexpr, ROTATE: tl.constexpr, RULE: tl.constexpr,
+def load_and_reduce(
+    multicast, trusted, args, lane, W: tl.constexpr, BLOCK: tl.constexpr, ROTATE: tl.constexpr, LIMIT: tl.constexpr,
+    G: tl.constexpr, T: tl.constexpr, S: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Write RN32 of the sum of all ranks' tiles, read from their own addresses. args: of `load_peer`."""
-    tiles = load_all(load_peer, args, lane, W, VEC, ROTATE)
-    sum_and_store(load_peer, args, tiles, out, into, lane, limit, ok, W, VEC, OUT_VEC, BLOCK, PART, RULE)
-
-
-@triton.jit
-def reduce_and_store(
-    multicast, trusted, args, out, into, lane, limit, ok, W: tl.constexpr, OUT_VEC: tl.constexpr, BLOCK: tl.constexpr,
-    PART: tl.constexpr, ROTATE: tl.constexpr, RULE: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """Write RN32 of the sum of all ranks' tiles, by the switch or by its contract in software. args: of `load_peer`."""
+    """RN32 of the sum of all ranks' tiles, by the switch or by its contract in software. args: as for `load_peer`."""
     if HARDWARE:
         if trusted != 0:
-            _bases, _peers, offset, at, readable = args
-            value = switch_load(multicast + offset + at * 4, readable, BLOCK)
-            store_tile(out, into, lane, limit, round_to_fp32(value), ok, OUT_VEC)
+            _bases, _peers, offset, at, limit = args
+            value = round_to_fp32(switch_load(multicast + offset + at * 4, limit, BLOCK))
         else:
-            software_sum(args, out, into, lane, limit, ok, W, 4, OUT_VEC, BLOCK, PART, ROTATE, RULE)
+            value = sum_exactly(load_peer, args, lane, W, 4, BLOCK, ROTATE, LIMIT, G, T, S)
     else:
-        software_sum(args, out, into, lane, limit, ok, W, 4, OUT_VEC, BLOCK, PART, ROTATE, RULE)
+        value = sum_exactly(load_peer, args, lane, W, 4, BLOCK, ROTATE, LIMIT, G, T, S)
+    return value
 
 
 @triton.jit(do_not_specialize=RUNTIME_INTEGERS)
@@ -109,9 +97,8 @@ def _reduce_kernel(
     peers, out, splits, trusted, multicast: tl.int64, offset: tl.int64, start: tl.int64, units: tl.int64,
     hidden: tl.int64, rows: tl.int64, rank: tl.int64, control, mine, page, what: tl.int64, shape: tl.int64,
     tokens: tl.int64, mark: tl.int64, patience: tl.int64, SYNC: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr,
-    ROTATE: tl.constexpr, ON_DEVICE: tl.constexpr, LIMIT: tl.constexpr, CASCADE: tl.constexpr, G: tl.constexpr,
-    T: tl.constexpr, S: tl.constexpr, HARDWARE: tl.constexpr, EDGES: tl.constexpr, VEC: tl.constexpr,
-    PART: tl.constexpr, BLOCK: tl.constexpr,
+    ROTATE: tl.constexpr, ON_DEVICE: tl.constexpr, LIMIT: tl.constexpr, G: tl.constexpr, T: tl.constexpr,
+    S: tl.constexpr, HARDWARE: tl.constexpr, EDGES: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     first, owned = own_slice(splits, start, units, hidden, rows, rank, W, ON_DEVICE)  # loaded while the barrier waits
     bases = peer_pointers(peers, offset, tl.float32, W)
@@ -129,17 +116,13 @@ def _reduce_kernel(
     if EDGES:
         head = tl.minimum((4 - (first + (offset >> 2)) % 4) % 4, owned)
     vectors = (owned - head) // 4
-    RULE: tl.constexpr = (LIMIT, CASCADE, G, T, S)
     lane = tl.arange(0, BLOCK)
     for tile in tl.range(tl.program_id(0), tl.cdiv(vectors, BLOCK // 4), tl.num_programs(0)):
         done = tl.cast(tile, tl.int64) * (BLOCK // 4)
         readable = tile_limit(vectors - done, good, 4, BLOCK)
         args = (bases, peers, offset, first + head + done * 4, readable)
-        limit = tile_limit(vectors - done, 1, 4, BLOCK)
-        into = head + done * 4
-        reduce_and_store(
-            multicast, trust, args, out, into, lane, limit, good, W, VEC, BLOCK, PART, ROTATE, RULE, HARDWARE
-        )
+        value = load_and_reduce(multicast, trust, args, lane, W, BLOCK, ROTATE, LIMIT, G, T, S, HARDWARE)
+        store_tile(out, head + done * 4, lane, tile_limit(vectors - done, 1, 4, BLOCK), value, good, VEC)
     if EDGES:  # noqa: SIM102 (decided at compile time)
         if tl.program_id(0) == 0:
             few = tl.arange(0, 4)
@@ -147,15 +130,10 @@ def _reduce_kernel(
                 at = tl.where(edge == 0, 0, head + vectors * 4)
                 left = tl.where(edge == 0, head, owned - head - vectors * 4)
                 args = (bases, peers, offset, first + at, tile_limit(left, good, 1, 4))
-                limit = tile_limit(left, 1, 1, 4)
-                software_sum(args, out, at, few, limit, good, W, 1, 1, 4, 4, ROTATE, RULE)
+                value = sum_exactly(load_peer, args, few, W, 1, 4, ROTATE, LIMIT, G, T, S)
+                store_tile(out, at, few, tile_limit(left, 1, 1, 4), value, good, 1)
     if SYNC:
         leave(opened, mine, page, ok, patience, rank, W, LANES, SYNC == 2)
-
-
-def tile_for(elements: int) -> Tile:
-    """The launch for a result of so many elements. The switch sets the pace; registers matter less than elsewhere."""
-    return Tile(512, 4, 8, 168) if elements <= 1 << 20 else Tile(1024, 4, 8, 168)
 
 
 def reduce(
@@ -173,16 +151,15 @@ def reduce(
     from it as from each peer's. trusted: int32 [1] on the device; while it is 0 the contract runs in software.
     hardware=False leaves the instruction out. Returns call.out. Asynchronous on the current stream.
     """
-    tile = tile or tile_for(call.capacity)
+    tile = tile or tile_for(call.capacity, call.world_size)
     rows = (call.start, call.count) if call.splits is None else (call.hidden,)
     edges = vector_width(4, call.offset, *(4 * n for n in rows)) < 4
     g, t, s = parameters or (0, 0, 0)
     _reduce_kernel[grid(cdiv(call.capacity, tile.block), tile, call.out.device, call.sync)](
         call.peers, bits_of(call.out), call.splits, trusted, multicast, call.offset, call.start, call.count,
         call.hidden, call.out.shape[0], call.rank, W=call.world_size, ROTATE=call.rotate,
-        ON_DEVICE=call.splits is not None, LIMIT=spread_limit(call.world_size),
-        CASCADE=few_fp64_units(call.out.device), G=g, T=t, S=s, HARDWARE=hardware,
-        EDGES=edges, VEC=1 if edges else min(aligned_elements(call.out), 4), PART=tile.part,
-        BLOCK=tile.block, **tile.options, **barriers(call.sync, tile.warps),
+        ON_DEVICE=call.splits is not None, LIMIT=spread_limit(call.world_size), G=g, T=t, S=s, HARDWARE=hardware,
+        EDGES=edges, VEC=1 if edges else min(aligned_elements(call.out), 4), BLOCK=tile.block, **tile.options,
+        **barriers(call.sync, tile.warps),
     )  # fmt: skip
     return call.out

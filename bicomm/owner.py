@@ -12,70 +12,52 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bicomm.addends import UNROLL, load_all, load_tile, tile_limit
+from bicomm.addends import UNROLL, element_at, load_tile, peer_pointer, store_tile, tile_limit
 from bicomm.arithmetic import round_through_bf16
 from bicomm.barrier import enter, leave
 from bicomm.call import RUNTIME_INTEGERS, Pull, Tile, barriers, bits_of, cdiv, grid
-from bicomm.sums import spread_limit, sum_and_store
+from bicomm.exact import spread_limit, sum_exactly
 
 NO_LIMIT = 1 << 62
 
 
 @triton.jit
-def find_row(slot, at, table):
-    """(address of the tile at `at` of a slot's row, or 0 for nothing to read; 1 if the slot names what is not there).
+def find_row(slot, at, table, VEC: tl.constexpr):
+    """(pointer to the tile at `at` of the slot's row, 1 if it is to be read, 1 if it names what does not exist).
 
-    at: in elements.
+    A slot that is not routed has a pointer that must not be used. at: in units of VEC elements, as `hidden`.
     """
-    peers, offset, ranks, rows, hidden, most, W, size = table
+    peers, offset, ranks, rows, hidden, most, W, like = table
     rank = tl.load(ranks + slot).to(tl.int64)
     row = tl.load(rows + slot).to(tl.int64)
-    routed = (rank >= 0) & (row >= 0)
-    used = routed & (rank < W) & (row < most)
-    address = tl.load(peers + tl.where(used, rank, 0)) + offset + (row * hidden + at) * size
-    return tl.where(used, address, 0), (routed & (used == 0)).to(tl.int32)
-
-
-@triton.jit
-def find_rows(first, at, table, K: tl.constexpr):
-    """The addresses of all K tiles, none where K is larger than UNROLL, and how many slots name what is not there."""
-    held = ()
-    unknown = tl.cast(0, tl.int32)
-    if K <= UNROLL:
-        for k in tl.static_range(K):
-            address, wrong = find_row(first + k, at, table)
-            held = held + (address,)  # type: ignore[assignment]  # noqa: RUF005 (Triton knows no stars)
-            unknown += wrong
-    else:
-        for k in tl.range(0, K):
-            _address, wrong = find_row(first + k, at, table)
-            unknown += wrong
-    return held, unknown
+    routed = ((rank >= 0) & (row >= 0)).to(tl.int32)
+    exists = ((rank < W) & (row < most)).to(tl.int32)
+    used = routed * exists
+    base = peer_pointer(peers, offset, tl.where(used != 0, rank, 0), like.dtype.element_ty)
+    return element_at(base, (row * hidden + at) * VEC, VEC), used, routed - used
 
 
 @triton.jit
 def load_row(args, k, lane, HELD: tl.constexpr, VEC: tl.constexpr):
     """Loader: the tile of slot k's row; zeros where the slot is not routed."""
-    held, first, at, limit, table, _weights, like = args
+    held, first, at, limit, table, _weights = args
     if HELD:
-        address = held[k]
+        pointer, used = held[k]
     else:
-        address, _wrong = find_row(first + k, at, table)
-    pointer = tl.multiple_of(address.to(like.dtype), VEC * (like.dtype.element_ty.primitive_bitwidth // 8))
-    return load_tile(pointer, lane, limit * (address != 0).to(tl.int32))
+        pointer, used, _wrong = find_row(first + k, at, table, VEC)
+    return load_tile(pointer, lane, limit * used)
 
 
 @triton.jit
 def load_product(args, k, lane, HELD: tl.constexpr, VEC: tl.constexpr):
     """Loader: weight * row, rounded to fp32; zeros where the slot is not routed, whatever its weight."""
-    held, first, at, limit, table, weights, like = args
+    held, first, at, limit, table, weights = args
     if HELD:
-        address = held[k]
+        pointer, used = held[k]
     else:
-        address, _wrong = find_row(first + k, at, table)
-    pointer = tl.multiple_of(address.to(like.dtype), VEC * (like.dtype.element_ty.primitive_bitwidth // 8))
-    weight = tl.where(address != 0, tl.load(weights + (first + k)), 0.0)
-    return load_tile(pointer, lane, limit * (address != 0).to(tl.int32)) * weight
+        pointer, used, _wrong = find_row(first + k, at, table, VEC)
+    weight = tl.where(used != 0, tl.load(weights + (first + k)), 0.0)
+    return load_tile(pointer, lane, limit * used) * weight
 
 
 @triton.jit
@@ -84,38 +66,13 @@ def load_product_bf16(args, k, lane, HELD: tl.constexpr, VEC: tl.constexpr):
     return round_through_bf16(load_product(args, k, lane, HELD, VEC))
 
 
-@triton.jit
-def load_addends(args, lane, K: tl.constexpr, VEC: tl.constexpr, WEIGHTED: tl.constexpr):
-    """All K tiles: rows (WEIGHTED 0), products in fp32 (1) or products in bf16 (2)."""
-    if WEIGHTED == 0:
-        return load_all(load_row, args, lane, K, VEC, 0)
-    elif WEIGHTED == 1:
-        return load_all(load_product, args, lane, K, VEC, 0)
-    else:
-        return load_all(load_product_bf16, args, lane, K, VEC, 0)
-
-
-@triton.jit
-def add_addends(
-    args, tiles, out, into, lane, limit, ok, K: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr,
-    PART: tl.constexpr, RULE: tl.constexpr, WEIGHTED: tl.constexpr,
-):  # fmt: skip
-    """Write the exact sum of the tiles that `load_addends` gave."""
-    if WEIGHTED == 0:
-        sum_and_store(load_row, args, tiles, out, into, lane, limit, ok, K, VEC, VEC, BLOCK, PART, RULE)
-    elif WEIGHTED == 1:
-        sum_and_store(load_product, args, tiles, out, into, lane, limit, ok, K, VEC, VEC, BLOCK, PART, RULE)
-    else:
-        sum_and_store(load_product_bf16, args, tiles, out, into, lane, limit, ok, K, VEC, VEC, BLOCK, PART, RULE)
-
-
 @triton.jit(do_not_specialize=RUNTIME_INTEGERS)
 def _owner_kernel(
     peers, out, rows, ranks, weights, count, offset: tl.int64, units: tl.int64, capacity: tl.int64, columns: tl.int64,
     most: tl.int64, rank: tl.int64, control, mine, page, what: tl.int64, shape: tl.int64, tokens: tl.int64,
     mark: tl.int64, patience: tl.int64, SYNC: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr, K: tl.constexpr,
-    DTYPE: tl.constexpr, WEIGHTED: tl.constexpr, LIMIT: tl.constexpr, CASCADE: tl.constexpr,
-    COUNTED: tl.constexpr, VEC: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr, WEIGHTED: tl.constexpr, LIMIT: tl.constexpr, COUNTED: tl.constexpr, VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     ok = tl.cast(1, tl.int32)
     if SYNC:
@@ -123,22 +80,34 @@ def _owner_kernel(
     there = tl.cast(capacity, tl.int64)
     if COUNTED:
         there = tl.minimum(tl.maximum(tl.load(count).to(tl.int64), 0), there)
-    table = (peers, offset, ranks, rows, units * VEC, most, W, DTYPE.primitive_bitwidth // 8)
-    like = tl.cast(0, tl.int64).to(tl.pointer_type(DTYPE))
-    RULE: tl.constexpr = (LIMIT, CASCADE, 0, 0, 0)
+    table = (peers, offset, ranks, rows, units, most, W, tl.cast(0, tl.int64).to(tl.pointer_type(DTYPE)))
     lane = tl.arange(0, BLOCK)
     blocks, across = tl.num_programs(0), tl.cast(columns, tl.int32)
     token = (tl.program_id(0) // across).to(tl.int64)  # a token has `columns` tiles; no division in the loop
     column = tl.program_id(0) % across
     for _tile in tl.range(tl.program_id(0), there * columns, blocks):
-        first, at = token * K, column.to(tl.int64) * BLOCK
-        left = units - at // VEC
-        held, unknown = find_rows(first, at, table, K)
-        args = (held, first, at, tile_limit(left, ok, VEC, BLOCK), table, weights, like)
-        tiles = load_addends(args, lane, K, VEC, WEIGHTED)
+        at = column.to(tl.int64) * (BLOCK // VEC)
+        limit = tile_limit(units - at, 1, VEC, BLOCK)
+        held = ()
+        unknown = tl.cast(0, tl.int32)
+        if K <= UNROLL:
+            for k in tl.static_range(K):
+                pointer, used, wrong = find_row(token * K + k, at, table, VEC)
+                held = held + ((pointer, used),)  # type: ignore[assignment]  # noqa: RUF005
+                unknown += wrong
+        else:
+            for k in tl.range(0, K):
+                _pointer, _used, wrong = find_row(token * K + k, at, table, VEC)
+                unknown += wrong
+        args = (held, token * K, at, tile_limit(units - at, ok, VEC, BLOCK), table, weights)
+        if WEIGHTED == 0:
+            value = sum_exactly(load_row, args, lane, K, VEC, BLOCK, 0, LIMIT, 0, 0, 0)
+        elif WEIGHTED == 1:
+            value = sum_exactly(load_product, args, lane, K, VEC, BLOCK, 0, LIMIT, 0, 0, 0)
+        else:
+            value = sum_exactly(load_product_bf16, args, lane, K, VEC, BLOCK, 0, LIMIT, 0, 0, 0)
         good = tl.where(unknown == 0, ok, 0)
-        into, limit = token * (units * VEC) + at, tile_limit(left, 1, VEC, BLOCK)
-        add_addends(args, tiles, out, into, lane, limit, good, K, VEC, BLOCK, PART, RULE, WEIGHTED)
+        store_tile(out, (token * units + at) * VEC, lane, limit, value, good, VEC)
         column += blocks % across
         token += blocks // across + (column >= across).to(tl.int64)
         column -= tl.where(column >= across, across, 0)
@@ -154,25 +123,30 @@ def dense_rows(tokens: int, slots: int, first: int | Tensor, device: torch.devic
     return torch.arange(tokens * slots, device=device).view(tokens, slots) + first * slots
 
 
-def tile_for(tokens: int, hidden: int, slots: int) -> Tile:
-    """The launch for so many tokens of so many elements and slots."""
+def tile_for(tokens: int, hidden: int, weighted: bool = False) -> Tile:
+    """The launch for so many tokens of so many elements, measured on an H200 (bench/combine.py --tune owner).
+
+    Two warps a block take 59 and 194 us at 4096 tokens x 2048 and 7168, where four with 152 registers took 71 and 231.
+    With weights two warps would spill.
+    """
     widest = triton.next_power_of_2(min(max(hidden, 128), 1024))
-    registers = 104 if slots <= UNROLL.value else 128
     if tokens * hidden <= 1 << 17:
-        return Tile(min(widest, 512), 4, 8, registers)
-    return Tile(widest, 4, 16, registers)
+        return Tile(min(widest, 512), 4, 8)
+    if weighted:
+        return Tile(min(widest, 512), 4, 8) if tokens * hidden <= 1 << 20 else Tile(widest, 4, 8, 152)
+    return Tile(widest, 2, 8 if tokens * hidden <= 1 << 20 else 16)
 
 
-def pull(call: Pull, *, tile: Tile | None = None, cascade: bool = True) -> Tensor:
+def pull(call: Pull, *, tile: Tile | None = None) -> Tensor:
     """This rank's tokens under the contract `owner`. Returns call.out. Asynchronous on the current stream.
 
-    A token without routed slots gets +0. cascade: sum in fp32 pairs, not in an fp64 chain; no bit depends on it.
+    A token without routed slots gets +0.
     """
     tokens, hidden = call.out.shape
     slots = call.row_of_slot.shape[1]
     if slots == 0:
         raise ValueError("a combine of rows needs at least one slot a token: row_of_slot is [t, K] with K >= 1")
-    tile = tile or tile_for(tokens, hidden, slots)
+    tile = tile or tile_for(tokens, hidden, call.weights is not None)
     vector = call.vector
     columns = cdiv(hidden, tile.block)
     weighted = 0 if call.weights is None else 2 if call.product_dtype == torch.bfloat16 else 1
@@ -181,8 +155,7 @@ def pull(call: Pull, *, tile: Tile | None = None, cascade: bool = True) -> Tenso
         call.peers, bits_of(call.out), call.row_of_slot, call.rank_of_slot, call.weights, call.count, call.offset,
         hidden // vector, tokens, columns, NO_LIMIT if call.rows is None else call.rows, call.rank,
         W=call.peers.numel(), K=slots, DTYPE=tl.int16 if call.dtype == torch.bfloat16 else tl.float32,
-        WEIGHTED=weighted, LIMIT=spread_limit(slots, 8 if short else 24), CASCADE=cascade,
-        COUNTED=call.count is not None, VEC=vector, PART=tile.part, BLOCK=tile.block, **tile.options,
-        **barriers(call.sync, tile.warps),
+        WEIGHTED=weighted, LIMIT=spread_limit(slots, 8 if short else 24), COUNTED=call.count is not None, VEC=vector,
+        BLOCK=tile.block, **tile.options, **barriers(call.sync, tile.warps),
     )  # fmt: skip
     return call.out

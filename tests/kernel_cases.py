@@ -191,7 +191,6 @@ def check_owner(
     lead: int = 0,
     there: int | None = None,
     tile: Tile | None = None,
-    cascade: bool = True,
 ) -> Tensor:
     """The pull kernel gives the contract's sum of each token's slots; tokens from `there` on are untouched."""
     ranks = Ranks(case.rows, lead, device)
@@ -213,7 +212,6 @@ def check_owner(
             rows=case.rows.shape[1],
         ),
         tile=tile,
-        cascade=cascade,
     )
     valid = tokens if there is None else there
     want = round_output(OWNER.sum(case.addends()), None, out_dtype)[:valid]
@@ -251,7 +249,6 @@ class Bytes:
         capacity: int | None = None,
         rotate: int = 0,
         on_device: bool = False,
-        planned: bool | None = None,
         tile: Tile | None = None,
     ) -> None:
         """The gathered rows are all ranks' rows in rank order, as far as they fit; other bytes of the result stay."""
@@ -259,7 +256,7 @@ class Bytes:
         spare = torch.full((capacity * self.row_bytes + 16,), 5, dtype=torch.int8, device=self.device)
         out = spare[: capacity * self.row_bytes].view(capacity, self.row_bytes).view(dtype)
         splits = torch.tensor(self.splits, device=self.device) if on_device else self.splits
-        gather.gather(Gather(self.peers, self.lead, 0, out, splits, rotate=rotate), tile=tile, planned=planned)
+        gather.gather(Gather(self.peers, self.lead, 0, out, splits, rotate=rotate), tile=tile)
         want = torch.cat(self.rows)[:capacity].flatten()
         assert torch.equal(spare.cpu()[: len(want)], want), (self.splits, self.row_bytes, self.lead, dtype)
         assert spare[len(want) :].eq(5).all()

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from bicomm import broadcast, exact, gather, multimem, ordered, owner
 from bicomm.call import Tile
-from bicomm.sums import spread_limit
+from bicomm.exact import spread_limit
 
 TARGETS = (90, 100, 103)
 BYTES_IN = {"peers", "splits", "rows", "ranks", "control", "mine", "page"}  # pointers to int64
@@ -39,22 +39,19 @@ def reductions() -> Iterator[Variant]:
         ("ordered W=72", 72, ordered.tile_for(1 << 24), {"ACC": tl.float32}),
         ("fp64", 8, ordered.tile_for(1 << 24), {"ACC": tl.float64}),
     ):
-        constants = {"W": world, "ROTATE": 3, "ON_DEVICE": world == 72, "VEC": 4, **more}
-        constants |= {} if world == 72 else {"splits": None}
+        constants = {"W": world, "ROTATE": 3, "ON_DEVICE": True, "VEC": 4, **more}
         yield name, ordered._ordered_kernel, {"out": "*fp32"}, constants, tile
     for name, world, elements, out, (g, t, s), vector in (
         ("exact", 8, 1 << 24, "*fp32", (0, 0, 0), 4),
-        ("exact middle", 8, 1 << 18, "*fp32", (0, 0, 0), 4),
         ("exact small bf16", 8, 1 << 14, "*i16", (0, 0, 0), 4),
         ("exact scalar", 8, 1 << 24, "*fp32", (0, 0, 0), 1),
         ("exact W=16", 16, 1 << 24, "*fp32", (0, 0, 0), 4),
         ("exact W=72", 72, 1 << 24, "*fp32", (0, 0, 0), 4),
-        ("exact in pairs", 8, 1 << 24, "*fp32", (0, 0, 0), 4),
         ("window", 8, 1 << 24, "*fp32", (16, 95, 86), 4),
         ("window W=72", 72, 1 << 24, "*fp32", (16, 95, 86), 4),
     ):
         constants = {"W": world, "ROTATE": 3, "ON_DEVICE": True, "VEC": vector, "LIMIT": spread_limit(world)}
-        constants |= {"CASCADE": "pairs" in name, "G": g, "T": t, "S": s}
+        constants |= {"G": g, "T": t, "S": s}
         yield name, exact._exact_kernel, {"out": out}, constants, exact.tile_for(elements, world)
 
 
@@ -67,17 +64,11 @@ def pulls() -> Iterator[Variant]:
         ("owner K=32", tl.int16, 32, 0, "*fp32"),
     ):
         constants = {"W": 8, "K": slots, "DTYPE": dtype, "WEIGHTED": weighted, "LIMIT": spread_limit(slots, 8)}
-        constants |= {"CASCADE": True, "COUNTED": slots == 32, "VEC": 8 if dtype == tl.int16 else 4}
-        constants |= {} if weighted else {"weights": None}
-        constants |= {} if slots == 32 else {"count": None}
-        yield name, owner._owner_kernel, {"out": out}, constants, owner.tile_for(4096, 2048, slots)
-    for name, out, fill, vector, nbytes in (
-        ("gather", "*i32", 0x7FC07FC0, 4, 1 << 26),
-        ("gather small", "*i32", 0x7FC07FC0, 4, 1 << 18),
-        ("gather halves", "*i16", 0x7FC0, 1, 1 << 26),
-    ):
-        constants = {"W": 8, "ROTATE": 3, "VEC": vector, "FILL": fill, "PLANNED": "small" in name}
-        yield name, gather._gather_kernel, {"out": out}, constants, gather.tile_for(nbytes)
+        constants |= {"COUNTED": True, "VEC": 8 if dtype == tl.int16 else 4}
+        yield name, owner._owner_kernel, {"out": out}, constants, owner.tile_for(4096, 2048, "weighted" in name)
+    for name, out, fill, vector in (("gather", "*i32", 0x7FC07FC0, 4), ("gather halves", "*i16", 0x7FC0, 1)):
+        constants = {"W": 8, "ROTATE": 3, "VEC": vector, "FILL": fill}
+        yield name, gather._gather_kernel, {"out": out}, constants, gather.tile_for(1 << 26)
 
 
 def switched() -> Iterator[Variant]:
@@ -87,8 +78,8 @@ def switched() -> Iterator[Variant]:
         ("multimem W=72, edges", 72, True, (0, 0, 0)),
     ):
         constants = {"W": world, "ROTATE": 3, "ON_DEVICE": True, "LIMIT": spread_limit(world), "G": g, "T": t, "S": s}
-        constants |= {"CASCADE": False, "HARDWARE": True, "EDGES": edges, "VEC": 1 if edges else 4}
-        yield name, multimem._reduce_kernel, {"out": "*fp32"}, constants, multimem.tile_for(1 << 24)
+        constants |= {"HARDWARE": True, "EDGES": edges, "VEC": 1 if edges else 4}
+        yield name, multimem._reduce_kernel, {"out": "*fp32"}, constants, exact.tile_for(1 << 24, world)
     for name, size, edges in (("broadcast", 4, False), ("broadcast halves", 2, True)):
         constants = {"W": 8, "HARDWARE": True, "EDGES": edges, "SIZE": size, "VEC": 1 if edges else 4}
         yield name, broadcast._broadcast_kernel, {"source": f"*i{8 * size}"}, constants, Tile(1024, 4, 8)
@@ -96,7 +87,7 @@ def switched() -> Iterator[Variant]:
 
 def compile_variant(variant: Variant, capability: int) -> Any:
     _, kernel, types, constants, tile = variant
-    constants = {**constants, "SYNC": 1, "LANES": 32 * tile.warps, "BLOCK": tile.block, "PART": tile.part}
+    constants = {**constants, "SYNC": 1, "LANES": 32 * tile.warps, "BLOCK": tile.block}
     types = {"count": "*i32", "weights": "*fp32", "trusted": "*i32", **types}
     signature, values, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):

@@ -63,7 +63,8 @@ def test_registers_are_enough(reports: list[Report]) -> None:
     for report in reports:
         assert report["stack"] == 0 and report["local"] == 0, report
         assert not [word for word in report["sass"] if word.startswith(("LDL", "STL"))], report["name"]
-        assert report["registers"] <= 168, report
+        # owner holds its rows' tiles in the registers of two warps, and was measured fastest so
+        assert report["registers"] <= (255 if report["name"].startswith("owner") else 152), report
 
 
 def test_aligned_data_move_in_16_bytes(reports: list[Report]) -> None:

@@ -18,8 +18,7 @@ SMALL = Tile(32, 4, 3)
 @pytest.mark.parametrize("splits", [[4, 0, 3, 5, 1], [0, 0, 0], [0, 9, 0], [3], [7, 1, 1, 1, 1, 1, 1, 1]], ids=str)
 def test_uneven_tokens(splits: Sequence[int], on_device: bool) -> None:
     for rotate in {0, len(splits) // 2, len(splits) - 1}:
-        for planned in (False, True):
-            Bytes(splits, 24).check(rotate=rotate, on_device=on_device, planned=planned, tile=SMALL)
+        Bytes(splits, 24).check(rotate=rotate, on_device=on_device, tile=SMALL)
 
 
 @pytest.mark.parametrize(
@@ -39,14 +38,12 @@ def test_hidden_sizes_of_real_models(hidden: int) -> None:
 @pytest.mark.parametrize("capacity", [0, 1, 4, 8])
 def test_rows_that_do_not_fit_are_left_out(capacity: int) -> None:
     for rotate in range(3):
-        for planned in (False, True):
-            Bytes([3, 2, 3], 16).check(capacity=capacity, rotate=rotate, on_device=True, planned=planned, tile=SMALL)
+        Bytes([3, 2, 3], 16).check(capacity=capacity, rotate=rotate, on_device=True, tile=SMALL)
 
 
 def test_no_grid_changes_a_byte() -> None:
     for blocks in (1, 2, 5, 64):
-        for planned in (False, True):
-            Bytes([5, 0, 9, 2], 100).check(tile=Tile(16, 4, blocks), rotate=2, planned=planned)
+        Bytes([5, 0, 9, 2], 100).check(tile=Tile(16, 4, blocks), rotate=2)
 
 
 def test_splits_on_the_host_are_copied_once() -> None:

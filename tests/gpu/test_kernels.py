@@ -58,18 +58,6 @@ def test_more_than_120_addends_take_narrower_slices() -> None:
         check_reduce(EXACT, Ranks(data, device=GPU), [*[0] * 129, 4], 129, out_dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("world", [1, 2, 8, 72])
-def test_pairs_of_fp32_have_the_same_bits(world: int) -> None:
-    data = every_family(world, 1024, seed=world)
-    check_reduce(
-        EXACT,
-        Ranks(data, device=GPU),
-        [*[0] * (world - 1), data.shape[1]],
-        world - 1,
-        launch=lambda call, tile: exact.reduce(call, tile=tile, cascade=True),
-    )
-
-
 @pytest.mark.parametrize("contract", [ORDERED, EXACT], ids=str)
 @pytest.mark.parametrize("world", [3, 12])
 def test_any_world_size_and_hidden_size(contract: Contract, world: int) -> None:
@@ -159,7 +147,6 @@ def test_owner_at_the_size_of_real_use() -> None:
     even = torch.arange(512) % 2 == 0
     case.rows[:, even] = torch.randn(8, 256, 2048, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
     check_owner(case, device=GPU)
-    check_owner(case, device=GPU, cascade=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str)
