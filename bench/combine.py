@@ -14,8 +14,8 @@ from typing import Any
 import common
 import torch
 
-from bicomm import exact, gather, ordered, owner
-from bicomm.call import Gather, Pull, Reduce, Tile
+from bicomm.kernels import exact, gather, ordered, owner
+from bicomm.kernels.call import Gather, Pull, Reduce, Tile
 
 W, TOPK = 8, 8
 SIZES = ((8, 2048), (64, 7168), (512, 2048), (4096, 2048), (4096, 7168))

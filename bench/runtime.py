@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 
 import bicomm
-from bicomm import exact
-from bicomm.call import Reduce, Sync
 from bicomm.communicator import Communicator
+from bicomm.kernels import exact
+from bicomm.kernels.call import Reduce, Sync
 from bicomm.local_gpu import rehearsal
 
 W, HIDDEN = 8, 2048

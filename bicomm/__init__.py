@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from bicomm.front import dispatch as dispatch
     from bicomm.local import local_world as local_world
     from bicomm.mirror import ContractMismatch as ContractMismatch
-    from bicomm.ops import save_collectives as save_collectives
+    from bicomm.operators.ops import save_collectives as save_collectives
     from bicomm.presets import PRESETS as PRESETS
     from bicomm.world import init as init
     from bicomm.world import shutdown as shutdown

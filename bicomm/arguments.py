@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bicomm.agreement.header import name_of
 from bicomm.contract import Contract
-from bicomm.header import name_of
 
 Mode = str | Contract
 _OUTPUTS = (torch.float32, torch.bfloat16)

@@ -15,14 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bicomm import arguments, ops, routes
+from bicomm import arguments, routes
 from bicomm import plan as _plan
 from bicomm.arguments import Mode
 from bicomm.contract import OWNER, Contract
 from bicomm.errors import BicommError
-from bicomm.establish import establish
-from bicomm.request import Request
-from bicomm.transport import Asked, Closed, Rows, Transport
+from bicomm.operators import ops
+from bicomm.transports.base import Asked, Closed, Rows, Transport
+from bicomm.transports.establish import establish
+from bicomm.transports.request import Request
 from bicomm.zerocopy import Acquired
 
 

@@ -58,7 +58,7 @@ def examine() -> dict[str, Any]:
 def launcher() -> dict[str, Any]:
     """Who started this process, or what is wrong with what the environment says."""
     from bicomm.errors import LaunchError
-    from bicomm.launchers import detect
+    from bicomm.ranks.launchers import detect
 
     try:
         launch = detect(os.environ)
@@ -69,7 +69,7 @@ def launcher() -> dict[str, Any]:
 
 def _speaks() -> bool:
     from bicomm.errors import LaunchError
-    from bicomm.launchers import detect
+    from bicomm.ranks.launchers import detect
 
     try:
         launch = detect(os.environ)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from bicomm.agreement.flags import FlagSync, control_bytes
 from bicomm.arguments import Mode
 from bicomm.communicator import Communicator, LocalRank
-from bicomm.cpu import CpuTransport
 from bicomm.errors import NoRoom
-from bicomm.flags import FlagSync, control_bytes
 from bicomm.plan import Facts
 from bicomm.symmem.buffer import SymmetricBuffer, align
+from bicomm.transports.cpu import CpuTransport
 
 
 def local_world(

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 import torch
 
-from bicomm import barrier
 from bicomm.arguments import Mode
 from bicomm.communicator import Communicator, LocalRank
-from bicomm.gpu import GpuTransport
-from bicomm.link import LocalLink, LocalWorld
+from bicomm.kernels import barrier
 from bicomm.plan import Facts
 from bicomm.symmem.cuda import make_local_buffers
+from bicomm.transports.gpu import GpuTransport
+from bicomm.transports.link import LocalLink, LocalWorld
 
 
 def local_gpu_world(

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bicomm import arguments, ops
+from bicomm import arguments
 from bicomm.arguments import Mode, name_of_mode
+from bicomm.operators import ops
 
 if TYPE_CHECKING:
     from bicomm.communicator import Communicator

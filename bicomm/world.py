@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from bicomm import rendezvous
 from bicomm.errors import LaunchError, NotInitialized
-from bicomm.launchers import detect
-from bicomm.peers import Peer, local_rank, place, shares_gpu, this_process
+from bicomm.ranks import rendezvous
+from bicomm.ranks.launchers import detect
+from bicomm.ranks.peers import Peer, local_rank, place, shares_gpu, this_process
 
 TIMEOUT = 120.0
 

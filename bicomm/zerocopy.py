@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bicomm.symmem.arenas import Place
 from bicomm.symmem.buffer import address_of
-from bicomm.transport import Transport
+from bicomm.transports.base import Transport
 
 _POISON = 0xA5
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from bicomm import exact, gather, ordered, owner
-from bicomm.broadcast import Broadcast, broadcast
-from bicomm.call import Gather, Pull, Reduce, Tile
 from bicomm.contract import EXACT, FP64, ORDERED, OWNER, Contract, round_output
+from bicomm.kernels import exact, gather, ordered, owner
+from bicomm.kernels.broadcast import Broadcast, broadcast
+from bicomm.kernels.call import Gather, Pull, Reduce, Tile
 from families import FAMILIES
 
 UNTOUCHED = 7.0

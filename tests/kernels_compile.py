@@ -19,9 +19,9 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bicomm import broadcast, exact, gather, multimem, ordered, owner
-from bicomm.call import Tile
-from bicomm.exact import spread_limit
+from bicomm.kernels import broadcast, exact, gather, multimem, ordered, owner
+from bicomm.kernels.call import Tile
+from bicomm.kernels.exact import spread_limit
 
 TARGETS = (90, 100, 103)
 BYTES_IN = {"peers", "splits", "rows", "ranks", "control", "mine", "page"}  # pointers to int64

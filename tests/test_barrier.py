@@ -1,4 +1,4 @@
-"""bicomm/barrier.py in Triton's interpreter, around a real executor: what it writes, and what it makes of a fault.
+"""kernels/barrier.py in Triton's interpreter, around a real executor: what it writes, and what it makes of a fault.
 
 The interpreter runs one rank after the other, so the peers' flags are planted; waiting itself runs on GPUs only.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bicomm import barrier
-from bicomm.call import Reduce, Sync
+from bicomm.agreement.signature import Signature, describe, sign
 from bicomm.contract import EXACT, ORDERED, Contract
-from bicomm.signature import Signature, describe, sign
+from bicomm.kernels import barrier
+from bicomm.kernels.call import Reduce, Sync
 
 W, ROWS, HIDDEN = 3, 5, 24
 GENERATION, FINISHED, LOST, EPOCH, OWN_HEAD, WORDS, RECORD = (
@@ -54,7 +54,7 @@ class World:
         return (CALL << 24) + (told or self.told).mark
 
     def reduce(self, rank: int, module: str = "ordered") -> torch.Tensor:
-        from bicomm import exact, ordered
+        from bicomm.kernels import exact, ordered
 
         told = self.told
         words = (told.what, told.shape, told.tokens, told.mark)

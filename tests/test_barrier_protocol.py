@@ -1,4 +1,4 @@
-"""The device protocol of bicomm/barrier.py, proved by enumeration: three ranks, two consecutive calls, every
+"""The device protocol of bicomm/kernels/barrier.py, proved by enumeration: three ranks, two consecutive calls, every
 interleaving, at most one rank that gives up at any wait, and the recovery after it.
 
 compute-sanitizer's race checker sees shared memory only, so the barriers are checked here as a model. A rank's steps

@@ -15,8 +15,8 @@ import bicomm
 from bicomm import world
 from bicomm.communicator import Communicator
 from bicomm.contract import Contract
-from bicomm.cpu import CpuTransport
 from bicomm.errors import BicommError, CallMismatch, NotInitialized, PeerRefused, PeerTimeout
+from bicomm.transports.cpu import CpuTransport
 from combine_cases import failures, partials, rows_case, want
 from worlds import local_ranks, same_bits
 
@@ -331,7 +331,7 @@ def test_back_to_back_calls_of_one_buffer_read_what_was_there() -> None:
 def test_the_transport_is_shared_memory_and_a_communicator_can_be_found_by_its_operators() -> None:
     (comm,) = bicomm.local_world(1)
     assert isinstance(comm.transport, CpuTransport)
-    from bicomm import ops
+    from bicomm.operators import ops
 
     assert ops.of(comm.handle) is comm
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import bicomm
-from bicomm import inductor, ops, world
+from bicomm import world
 from bicomm.communicator import Communicator
 from bicomm.contract import Contract
 from bicomm.errors import CallMismatch
+from bicomm.operators import inductor, ops
 from worlds import same_bits
 
 pytestmark = [pytest.mark.timeout(300)]

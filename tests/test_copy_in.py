@@ -1,12 +1,12 @@
-"""bicomm/copy_in.py in Triton's interpreter: every byte, whatever the type and alignment; nothing after a fault."""
+"""kernels/copy_in.py in Triton's interpreter: every byte, whatever the type and alignment; nothing after a fault."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from bicomm import barrier
-from bicomm.copy_in import copy_in
+from bicomm.kernels import barrier
+from bicomm.kernels.copy_in import copy_in
 
 
 def words(lost: int = 0) -> torch.Tensor:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bicomm import flags
+from bicomm.agreement import flags
+from bicomm.agreement.flags import FlagSync, control_bytes
 from bicomm.errors import Aborted, PeerTimeout
-from bicomm.flags import FlagSync, control_bytes
 from worlds import Ranks
 
 pytestmark = pytest.mark.timeout(60)

@@ -1,4 +1,4 @@
-"""The protocol of bicomm/flags.py, enumerated: three ranks, two exchanges, one abort at any moment, one recovery.
+"""The protocol of agreement/flags.py, enumerated: three ranks, two exchanges, one abort at any moment, one recovery.
 
 Every state that any interleaving can reach is visited. A rank may only ever read messages of the exchange it is in, may
 only raise in an epoch that was lost, and the ranks must always come to an end. Each rule of the protocol is then taken
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bicomm.agreement.flags import FlagSync, control_bytes
 from bicomm.errors import Aborted
-from bicomm.flags import FlagSync, control_bytes
 from worlds import Ranks
 
 RANKS = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import json
@@ -12,6 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+ROOT = Path(__file__).parent.parent
+# The rooms of docs/design.md, from the ground up: a module imports from its own room and from those before it. An import
+# inside a function, for what is needed late or rarely, is free.
+ROOMS = (
+    "errors contract partial presets ranks world agreement symmem kernels capability machine certify arguments plan "
+    "transports operators routes zerocopy communicator front local local_gpu mirror model_hooks demo doctor cli"
+).split()
 
 pytestmark = [pytest.mark.timeout(120)]
 
@@ -53,7 +62,7 @@ def settings():
 
 def _imported(*used: str) -> dict[str, Any]:
     code = f"import sys\nused = {used!r}\n{_SETTINGS}\n{_IMPORT}"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr == ""
@@ -87,3 +96,25 @@ def test_every_public_name_is_there_and_an_unknown_one_is_not() -> None:
         assert importlib.util.find_spec(f"bicomm.{name}") is None or inspect.ismodule(getattr(bicomm, name))
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = bicomm.nothing
+
+
+def _rooms_of_imports(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.ImportFrom) and node.module == "bicomm":
+        return {alias.name for alias in node.names}
+    if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("bicomm."):
+        return {node.module.split(".")[1]}
+    return set()
+
+
+def test_imports_run_downwards() -> None:
+    upwards, seen = [], set()
+    for path in sorted((ROOT / "bicomm").rglob("*.py")):
+        room = path.relative_to(ROOT / "bicomm").with_suffix("").parts[0]
+        if room in ("__init__", "__main__"):
+            continue
+        seen.add(room)
+        for node in ast.parse(path.read_text()).body:
+            below = ROOMS[: ROOMS.index(room) + 1]
+            upwards += [f"{path.name} imports {other}" for other in _rooms_of_imports(node) if other not in below]
+    assert not upwards
+    assert seen == set(ROOMS)

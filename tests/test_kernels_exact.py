@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from bicomm.call import Tile
 from bicomm.contract import EXACT, FP64, ORDERED, Contract
-from bicomm.exact import spread_limit
+from bicomm.kernels.call import Tile
+from bicomm.kernels.exact import spread_limit
 from kernel_cases import WINDOWS, Ranks, assert_bits, check_reduce, every_family, family, quiet
 
 pytestmark = quiet

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bicomm import barrier, exact, gather, multimem, ordered, owner
-from bicomm.broadcast import Broadcast, broadcast
-from bicomm.call import Gather, Pull, Reduce, Sync, Tile
 from bicomm.contract import EXACT, ORDERED, OWNER
+from bicomm.kernels import barrier, exact, gather, multimem, ordered, owner
+from bicomm.kernels.broadcast import Broadcast, broadcast
+from bicomm.kernels.call import Gather, Pull, Reduce, Sync, Tile
 from kernel_cases import Ranks, assert_bits, family, quiet, routing
 
 pytestmark = quiet

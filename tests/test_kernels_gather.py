@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from bicomm.call import Gather, Tile
-from bicomm.gather import gather
+from bicomm.kernels.call import Gather, Tile
+from bicomm.kernels.gather import gather
 from kernel_cases import Bytes
 
 SMALL = Tile(32, 4, 3)

@@ -42,10 +42,10 @@ def buffers(data: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def main() -> None:
-    from bicomm import exact, gather, multimem, ordered, owner
-    from bicomm.broadcast import Broadcast, broadcast
-    from bicomm.call import Gather, Pull, Reduce, Tile
     from bicomm.contract import EXACT, ORDERED, OWNER
+    from bicomm.kernels import exact, gather, multimem, ordered, owner
+    from bicomm.kernels.broadcast import Broadcast, broadcast
+    from bicomm.kernels.call import Gather, Pull, Reduce, Tile
     from kernel_cases import assert_bits, family, routing
 
     tile = Tile(64, 4, 2)

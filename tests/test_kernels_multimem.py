@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from bicomm import multimem
-from bicomm.broadcast import Broadcast, broadcast
-from bicomm.call import Tile
 from bicomm.contract import EXACT, Contract
+from bicomm.kernels import multimem
+from bicomm.kernels.broadcast import Broadcast, broadcast
+from bicomm.kernels.call import Tile
 from kernel_cases import WINDOWS, Launch, Pushed, Ranks, check_reduce, every_family, family, quiet
 
 pytestmark = quiet

@@ -10,9 +10,9 @@ import itertools
 import pytest
 import torch
 
-from bicomm import exact, gather, multimem, ordered, owner
-from bicomm.call import Gather, Pull, Reduce, Tile
 from bicomm.contract import EXACT, ORDERED, OWNER
+from bicomm.kernels import exact, gather, multimem, ordered, owner
+from bicomm.kernels.call import Gather, Pull, Reduce, Tile
 from kernel_cases import Ranks, assert_bits, family, quiet, routing
 
 pytestmark = quiet

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bicomm.call import Reduce, Tile
 from bicomm.contract import FP64, ORDERED, Contract
+from bicomm.kernels.call import Reduce, Tile
 from kernel_cases import Ranks, check_reduce, every_family, family, launch_of, quiet
 
 pytestmark = quiet

@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from bicomm.call import Pull, Tile
 from bicomm.contract import ORDERED, OWNER
-from bicomm.owner import dense_rows, pull
+from bicomm.kernels.call import Pull, Tile
+from bicomm.kernels.owner import dense_rows, pull
 from kernel_cases import Ranks, Routing, assert_bits, check_owner, family, quiet, routing
 
 pytestmark = quiet

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from bicomm.errors import LaunchError
-from bicomm.launchers import detect, expand_nodes
-from bicomm.peers import Peer, place, shares_gpu
+from bicomm.ranks.launchers import detect, expand_nodes
+from bicomm.ranks.peers import Peer, place, shares_gpu
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
 ONE_RANK = TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}

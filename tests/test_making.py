@@ -11,7 +11,8 @@ import torch
 from ranks import run_ranks
 
 import bicomm
-from bicomm import establish, front
+from bicomm import front
+from bicomm.transports import establish
 
 pytestmark = pytest.mark.timeout(60)
 SIZE = 3

@@ -255,7 +255,7 @@ def wrapped_steps(kind: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_inside_ddp_and_fsdp(kind: str) -> None:
-    results = [result.value for result in run_ranks(2, wrapped_steps, kind, launcher="spawn", timeout=120)]
+    results = [result.value for result in run_ranks(2, wrapped_steps, kind, launcher="fork", timeout=120)]
     alone = []
     for rank in range(2):
         torch.manual_seed(1)

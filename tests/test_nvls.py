@@ -10,7 +10,7 @@ import torch
 from bicomm import plan as planning
 from bicomm.certify import emulate, trust
 from bicomm.contract import EXACT, GB200_WINDOW, ORDERED, Contract
-from bicomm.nvls import Nvls, decide
+from bicomm.transports.nvls import Nvls, decide
 
 W = 8
 FACTS = planning.Facts("cuda", W, "", "")

@@ -18,7 +18,7 @@ from ranks import RankResult, run_ranks
 
 import bicomm.world as world
 from bicomm.errors import LaunchError, NotInitialized
-from bicomm.rendezvous import slurm_ports
+from bicomm.ranks.rendezvous import slurm_ports
 
 
 def _sum(w: world.World) -> int:

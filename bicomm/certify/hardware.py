@@ -80,8 +80,8 @@ class Switch:
 
     def read(self, n: int, blocks: int, alignment: int) -> Tensor:
         """n sums, by launches of `blocks` blocks. Whole vectors are read, so that the switch makes every sum itself."""
-        from bicomm import multimem
-        from bicomm.call import Reduce, Tile
+        from bicomm.kernels import multimem
+        from bicomm.kernels.call import Reduce, Tile
 
         first, total = _span(n, alignment)
         out = torch.empty(1, total, device=self.device)

@@ -14,7 +14,7 @@ app = typer.Typer(add_completion=False)
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def demo(context: typer.Context, ranks: Annotated[int, typer.Option(min=1, help="Ranks to start.")] = 8) -> None:
     """Combine an MoE layer's output on every rank in every mode, and count the bits that differ."""
-    from bicomm.launchers import detect
+    from bicomm.ranks.launchers import detect
 
     if ranks > 1 and "--help" not in context.args and detect(os.environ).launcher == "alone":
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bicomm.arithmetic import add_round_to_odd, bf16_bits, from_bf16_bits, round_through_bf16
+from bicomm.kernels.arithmetic import add_round_to_odd, bf16_bits, from_bf16_bits, round_through_bf16
 
 LAST_BIT, FIRST_BIT, MANY_BIT = (tl.constexpr(30 - i) for i in range(3))  # as definition.LAST, FIRST, MANY and SLOT
 SLOT_BITS = tl.constexpr((1 << 28) - 1)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bicomm.arithmetic import canonical_nan, from_bf16_bits
+from bicomm.kernels.arithmetic import canonical_nan, from_bf16_bits
 from bicomm.mirror.addends import (
     ALL,
     SLOT_BITS,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from bicomm.arithmetic import bf16_bits, round_to_fp32
+from bicomm.kernels.arithmetic import bf16_bits, round_to_fp32
 from bicomm.mirror.addends import LAST_BIT, load_row, row_at
 from bicomm.mirror.repeat import exact_partials
 

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bicomm.arithmetic import magnitude_bits, window_anchor, window_close
 from bicomm.contract import Contract, Partial
+from bicomm.kernels.arithmetic import magnitude_bits, window_anchor, window_close
 from bicomm.mirror.addends import (
     ACC_BF16,
     ACC_EXACT,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from bicomm.arithmetic import magnitude_bits, window_anchor, window_close
+from bicomm.kernels.arithmetic import magnitude_bits, window_anchor, window_close
 from bicomm.mirror.addends import ACC_EXACT, ALL, EACH, EXACT, FIRST_BIT, LAST_BIT, MANY_BIT, ORDERED, TAGGED, WINDOW
 from bicomm.mirror.block import finish, load_rows
 

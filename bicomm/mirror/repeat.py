@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from bicomm.arithmetic import (
+from bicomm.kernels.arithmetic import (
     add_round_to_odd,
     magnitude_bits,
     round_to_slice,

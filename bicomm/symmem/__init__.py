@@ -1,7 +1,8 @@
 """Symmetric memory: buffers that every rank of a group has, of one size, and that the others can read.
 
-Three back-ends: POSIX shared memory between processes (posix.py), torch's symmetric memory between GPUs (cuda.py), and
-a local world of several ranks in one process (local.py). `SymmetricBuffer` hides which one it is.
+Three back-ends: POSIX shared memory between processes (posix.py, shared.py), torch's symmetric memory between GPUs and a
+local world's buffers side by side on one (both in cuda.py). `SymmetricBuffer` hides which one it is. arenas.py hands out
+places in it.
 """
 
 from bicomm.symmem.buffer import ALIGNMENT, SymmetricBuffer, align

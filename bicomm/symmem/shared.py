@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from bicomm.agreement.flags import FlagSync, control_bytes, ordered_stores
 from bicomm.errors import NoRoom, NoSharedMemory
-from bicomm.flags import FlagSync, control_bytes, ordered_stores
 from bicomm.symmem import posix
 from bicomm.symmem.buffer import SymmetricBuffer, align
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from bicomm import barrier, exact, ordered
-from bicomm.call import Reduce, Sync
+from bicomm.agreement.signature import sign
 from bicomm.contract import EXACT, ORDERED, Contract
-from bicomm.signature import sign
+from bicomm.kernels import barrier, exact, ordered
+from bicomm.kernels.call import Reduce, Sync
 from kernel_cases import Ranks, assert_bits, family
 
 GPU = "cuda"

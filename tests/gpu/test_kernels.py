@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from bicomm import exact, gather, multimem, ordered, owner
-from bicomm.call import Gather, Pull, Reduce, Tile
 from bicomm.contract import EXACT, FP64, ORDERED, OWNER, Contract
+from bicomm.kernels import exact, gather, multimem, ordered, owner
+from bicomm.kernels.call import Gather, Pull, Reduce, Tile
 from kernel_cases import (
     REDUCTIONS,
     WINDOWS,

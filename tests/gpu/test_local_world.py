@@ -13,7 +13,7 @@ import bicomm
 from bicomm.communicator import Communicator
 from bicomm.contract import Contract
 from bicomm.local_gpu import rehearsal
-from bicomm.nvls import Nvls
+from bicomm.transports.nvls import Nvls
 
 W = 8
 DEVICE = torch.device("cuda")

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from bicomm import agree
-from bicomm.agree import StoreSync
+from bicomm.agreement import store as store_module
+from bicomm.agreement.store import StoreSync
 from bicomm.errors import Aborted, PeerTimeout
 from worlds import Ranks
 
@@ -121,7 +121,7 @@ def test_whoever_came_at_the_last_moment_is_not_missing(store: dist.Store, monke
             return self.looks != 1 and real.check(keys)
 
     real, alone._store = alone._store, NeverInTime()  # type: ignore[assignment]
-    monkeypatch.setattr(agree, "_SLICE", 0.0)
+    monkeypatch.setattr(store_module, "_SLICE", 0.0)
     alone.timeout = -1.0
     assert alone.exchange(b"here") == [b"here"]
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from bicomm.agree import StoreSync
+from bicomm.agreement.store import StoreSync
 from bicomm.errors import CallMismatch
 from bicomm.symmem import cuda
 from bicomm.symmem.buffer import SymmetricBuffer

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bicomm.addends import UNROLL, load_all, load_peer, own_slice, peer_pointers, store_tile, tile_limit
-from bicomm.arithmetic import (
+from bicomm.kernels.addends import UNROLL, load_all, load_peer, own_slice, peer_pointers, store_tile, tile_limit
+from bicomm.kernels.arithmetic import (
     add_round_to_odd,
     magnitude_bits,
     round_to_fp32,
@@ -22,8 +22,8 @@ from bicomm.arithmetic import (
     window_close,
     window_truncate,
 )
-from bicomm.barrier import enter, leave
-from bicomm.call import RUNTIME_INTEGERS, Reduce, Tile, barriers, bits_of, cdiv, grid
+from bicomm.kernels.barrier import enter, leave
+from bicomm.kernels.call import RUNTIME_INTEGERS, Reduce, Tile, barriers, bits_of, cdiv, grid
 
 
 @triton.jit

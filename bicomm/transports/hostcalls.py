@@ -10,10 +10,10 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from bicomm.agreement.header import NOWHERE, Header, check_headers, check_status, first_line, gradients_of, name_of
 from bicomm.errors import BicommError, NoSharedMemory, PeerTimeout
-from bicomm.header import NOWHERE, Header, check_headers, check_status, first_line, gradients_of, name_of
 from bicomm.symmem.arenas import Place
-from bicomm.transport import Rows, Shares, Sync, Transport
+from bicomm.transports.base import Rows, Shares, Sync, Transport
 
 P = TypeVar("P")
 R = TypeVar("R")

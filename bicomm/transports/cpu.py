@@ -9,14 +9,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from bicomm.agreement.header import ACQUIRE, Header
 from bicomm.arguments import check_gathered
 from bicomm.contract import Contract, round_output
-from bicomm.header import ACQUIRE, Header
-from bicomm.hostcalls import HostTransport
-from bicomm.slots import check_slots, sum_slots
 from bicomm.symmem.arenas import Arenas, Place
 from bicomm.symmem.buffer import SymmetricBuffer
-from bicomm.transport import Rows, Shares, Sync
+from bicomm.transports.base import Rows, Shares, Sync
+from bicomm.transports.hostcalls import HostTransport
+from bicomm.transports.slots import check_slots, sum_slots
 
 R = TypeVar("R")
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from bicomm.agreement.flags import short
 from bicomm.errors import CallMismatch, PeerRefused
-from bicomm.flags import short
 
 NOWHERE = (-1, -1)  # the place of an operand that is an ordinary tensor: it is copied during the call
 ACQUIRE = "acquire"  # the operation of a rank whose memory must grow for a buffer

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bicomm.addends import UNROLL, element_at, load_tile, peer_pointer, store_tile, tile_limit
-from bicomm.arithmetic import round_through_bf16
-from bicomm.barrier import enter, leave
-from bicomm.call import RUNTIME_INTEGERS, Pull, Tile, barriers, bits_of, cdiv, grid
-from bicomm.exact import spread_limit, sum_exactly
+from bicomm.kernels.addends import UNROLL, element_at, load_tile, peer_pointer, store_tile, tile_limit
+from bicomm.kernels.arithmetic import round_through_bf16
+from bicomm.kernels.barrier import enter, leave
+from bicomm.kernels.call import RUNTIME_INTEGERS, Pull, Tile, barriers, bits_of, cdiv, grid
+from bicomm.kernels.exact import spread_limit, sum_exactly
 
 NO_LIMIT = 1 << 62
 

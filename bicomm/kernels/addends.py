@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from bicomm.arithmetic import bf16_bits, from_bf16_bits
+from bicomm.kernels.arithmetic import bf16_bits, from_bf16_bits
 
 # Up to so many addends are unrolled and held in registers at once; more are read in a loop (72 unrolled would spill).
 UNROLL = tl.constexpr(16)

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from bicomm.agree import StoreSync, meet
-from bicomm.alltoall import AllToAllTransport, Wire
-from bicomm.cpu import CpuTransport
+from bicomm.agreement.header import first_line
+from bicomm.agreement.store import StoreSync, meet
 from bicomm.errors import NoRoom, NoSharedMemory, PeerRefused, PeerTimeout
-from bicomm.header import first_line
 from bicomm.plan import Facts
-from bicomm.request import Request
 from bicomm.symmem.shared import make_buffer, make_flags
-from bicomm.transport import Transport
+from bicomm.transports.alltoall import AllToAllTransport, Wire
+from bicomm.transports.base import Transport
+from bicomm.transports.cpu import CpuTransport
+from bicomm.transports.request import Request
 
 
 def establish(group: dist.ProcessGroup, device: torch.device, request: Request | Exception) -> tuple[Transport, Facts]:
@@ -59,7 +59,7 @@ def _establish(
         return _wire(group, device, where, rank, size, timedelta(seconds=request.timeout))
 
     if device.type == "cuda":
-        from bicomm.gpu_group import establish_gpu
+        from bicomm.transports.gpu_group import establish_gpu
 
         return establish_gpu(group, device, request, sync, make_wire)
     memory = "" if request.share_memory else "the communicator was made with share_memory=False"

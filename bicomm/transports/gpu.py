@@ -13,19 +13,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bicomm import barrier, exact, gather, multimem, ordered, owner
-from bicomm.call import Gather, Pull, Reduce, Sync
+from bicomm.agreement.flags import AGAIN
+from bicomm.agreement.header import first_line
+from bicomm.agreement.signature import describe, sign
 from bicomm.contract import Contract
-from bicomm.copy_in import copy_in
 from bicomm.errors import Aborted, BicommError, CallMismatch, CaptureError, PeerRefused, PeerTimeout
-from bicomm.flags import AGAIN
-from bicomm.header import first_line
-from bicomm.link import Link
-from bicomm.nvls import Nvls
-from bicomm.signature import describe, sign
+from bicomm.kernels import barrier, exact, gather, multimem, ordered, owner
+from bicomm.kernels.call import Gather, Pull, Reduce, Sync
+from bicomm.kernels.copy_in import copy_in
 from bicomm.symmem.arenas import Arenas, Place
 from bicomm.symmem.buffer import SymmetricBuffer
-from bicomm.transport import Rows, Shares, Transport
+from bicomm.transports.base import Rows, Shares, Transport
+from bicomm.transports.link import Link
+from bicomm.transports.nvls import Nvls
 
 _NOWHERE = (0, 0)
 

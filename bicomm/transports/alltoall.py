@@ -13,16 +13,16 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from bicomm.agreement.flags import AGAIN
+from bicomm.agreement.header import Header
 from bicomm.arguments import check_gathered
 from bicomm.contract import Contract, round_output
 from bicomm.errors import CaptureError, PeerTimeout
-from bicomm.flags import AGAIN
-from bicomm.header import Header
-from bicomm.hostcalls import HostTransport
-from bicomm.slots import check_slots, weigh
 from bicomm.symmem.arenas import Place
 from bicomm.symmem.buffer import SymmetricBuffer
-from bicomm.transport import Rows, Shares, Sync
+from bicomm.transports.base import Rows, Shares, Sync
+from bicomm.transports.hostcalls import HostTransport
+from bicomm.transports.slots import check_slots, weigh
 
 R = TypeVar("R")
 _ROLL_CALL = 5.0  # seconds to see who is left after a connection broke

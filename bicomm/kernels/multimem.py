@@ -13,16 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bicomm.addends import (
+from bicomm.kernels.addends import (
     load_peer,
     own_slice,
     peer_pointers,
     store_tile,
     tile_limit,
 )
-from bicomm.arithmetic import round_to_fp32
-from bicomm.barrier import enter, leave
-from bicomm.call import (
+from bicomm.kernels.arithmetic import round_to_fp32
+from bicomm.kernels.barrier import enter, leave
+from bicomm.kernels.call import (
     RUNTIME_INTEGERS,
     Reduce,
     Tile,
@@ -33,7 +33,7 @@ from bicomm.call import (
     grid,
     vector_width,
 )
-from bicomm.exact import spread_limit, sum_exactly, tile_for
+from bicomm.kernels.exact import spread_limit, sum_exactly, tile_for
 
 
 @triton.jit

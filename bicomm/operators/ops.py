@@ -17,9 +17,9 @@ from torch import Tensor
 from torch._library.effects import EffectType
 
 from bicomm.errors import BicommError
-from bicomm.inductor import keep_order
-from bicomm.rows_gradient import of_rows, of_weights
-from bicomm.transport import Asked
+from bicomm.operators.inductor import keep_order
+from bicomm.operators.rows_gradient import of_rows, of_weights
+from bicomm.transports.base import Asked
 
 if TYPE_CHECKING:
     from bicomm.communicator import Communicator

@@ -11,21 +11,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bicomm import barrier
-from bicomm.agree import StoreSync
-from bicomm.alltoall import AllToAllTransport, Wire
+from bicomm.agreement.store import StoreSync
 from bicomm.capability import identity, multicast_refusal
 from bicomm.contract import Contract
 from bicomm.errors import NoSharedMemory
-from bicomm.gpu import GpuTransport
-from bicomm.link import StoreLink
-from bicomm.nvls import Nvls, decide
-from bicomm.peers import this_process
+from bicomm.kernels import barrier
 from bicomm.plan import Facts
-from bicomm.request import Request
+from bicomm.ranks.peers import this_process
 from bicomm.symmem.buffer import SymmetricBuffer
 from bicomm.symmem.cuda import make_local_buffers
-from bicomm.transport import Transport
+from bicomm.transports.alltoall import AllToAllTransport, Wire
+from bicomm.transports.base import Transport
+from bicomm.transports.gpu import GpuTransport
+from bicomm.transports.link import StoreLink
+from bicomm.transports.nvls import Nvls, decide
+from bicomm.transports.request import Request
 
 FIRST_TIMEOUT = 300.0  # seconds for the first call of a kind, in which peers compile; BICOMM_FIRST_TIMEOUT overrides it
 

@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bicomm.addends import element_at, peer_pointer, rows_before, tile_limit
-from bicomm.barrier import enter, leave
-from bicomm.call import RUNTIME_INTEGERS, VECTOR_BYTES, Sync, Tile, aligned_elements, barriers, cdiv, grid
-from bicomm.multimem import proxy_fence
+from bicomm.kernels.addends import element_at, peer_pointer, rows_before, tile_limit
+from bicomm.kernels.barrier import enter, leave
+from bicomm.kernels.call import RUNTIME_INTEGERS, VECTOR_BYTES, Sync, Tile, aligned_elements, barriers, cdiv, grid
+from bicomm.kernels.multimem import proxy_fence
 
 _WORDS = {2: torch.int16, 4: torch.int32}
 

@@ -7,7 +7,7 @@ which it can only reach after every rank has read the first message, so nothing 
 The words carry an epoch in their upper bits. The first time-out, or `abort`, marks the epoch as lost; from then on
 every call of every rank raises, until all ranks enter `recover`, which opens the next epoch. A late rank therefore
 never takes an old flag for a new one. Plain stores are seen in order on x86-64 only: other processors use the store
-(agree.py).
+(store.py).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from bicomm.alive import Process
 from bicomm.errors import Aborted, BicommError, PeerTimeout
+from bicomm.ranks.alive import Process
 
 _LINE = 64  # a rank's words lie on their own cache line
 _EPOCH = 40  # bits below the epoch: 10**12 exchanges

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bicomm.contract import Contract, round_output
-from bicomm.transport import Rows
+from bicomm.transports.base import Rows
 
 _CHUNK = 1 << 20  # elements of one slot's addend at a time
 

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bicomm.addends import UNROLL, load_all, load_peer, own_slice, peer_pointers, store_tile, tile_limit
-from bicomm.arithmetic import round_to_fp32
-from bicomm.barrier import enter, leave
-from bicomm.call import RUNTIME_INTEGERS, Reduce, Tile, barriers, bits_of, cdiv, grid
+from bicomm.kernels.addends import UNROLL, load_all, load_peer, own_slice, peer_pointers, store_tile, tile_limit
+from bicomm.kernels.arithmetic import round_to_fp32
+from bicomm.kernels.barrier import enter, leave
+from bicomm.kernels.call import RUNTIME_INTEGERS, Reduce, Tile, barriers, bits_of, cdiv, grid
 
 
 @triton.jit

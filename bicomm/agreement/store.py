@@ -14,10 +14,10 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from bicomm.alive import Process
+from bicomm.agreement.flags import error_of, lost_record, short
 from bicomm.errors import PeerTimeout
-from bicomm.flags import error_of, lost_record, short
-from bicomm.peers import boot_id
+from bicomm.ranks.alive import Process
+from bicomm.ranks.peers import boot_id
 
 R = TypeVar("R")
 _SLICE = 0.25  # seconds between two looks at the abort key and at the processes that are waited for

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bicomm.addends import element_at, peer_pointer, tile_limit
-from bicomm.barrier import enter, leave
-from bicomm.call import RUNTIME_INTEGERS, Gather, Tile, barriers, cdiv, grid
+from bicomm.kernels.addends import element_at, peer_pointer, tile_limit
+from bicomm.kernels.barrier import enter, leave
+from bicomm.kernels.call import RUNTIME_INTEGERS, Gather, Tile, barriers, cdiv, grid
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 

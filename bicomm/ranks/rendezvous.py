@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 
 from bicomm.errors import LaunchError
-from bicomm.launchers import Launch, expand_nodes
-from bicomm.peers import boot_id
+from bicomm.ranks.launchers import Launch, expand_nodes
+from bicomm.ranks.peers import boot_id
 
 _HERE = "127.0.0.1"
 

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bicomm.addends import element_at, tile_limit
-from bicomm.barrier import EPOCH, LOST
-from bicomm.call import Tile, aligned_elements, cdiv, grid
+from bicomm.kernels.addends import element_at, tile_limit
+from bicomm.kernels.barrier import EPOCH, LOST
+from bicomm.kernels.call import Tile, aligned_elements, cdiv, grid
 
 _WORD = 4  # bytes
 
