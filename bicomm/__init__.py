@@ -60,7 +60,7 @@ _HOME = {
     "default_communicator": "front",
     "dispatch": "front",
     "local_world": "local",
-    "save_collectives": "ops",
+    "save_collectives": "operators.ops",
     "PRESETS": "presets",
     "init": "world",
     "shutdown": "world",

@@ -6,8 +6,6 @@ addend r, with HELD by pointers that the caller holds in a tuple (r known at com
 sums take one as a constexpr, so that peers' slices, routed rows and weighted rows share one sum.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-
 from __future__ import annotations
 
 import triton

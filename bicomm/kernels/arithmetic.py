@@ -8,8 +8,6 @@ bf16 values are handled as their bits (int16), so that the rounding is spelled h
 interpreter truncates, and the PTX cast turns a NaN into 0x7fff.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 import triton

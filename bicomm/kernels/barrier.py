@@ -18,8 +18,6 @@ What `enter` needs from memory is loaded at once: a chain of loads would cost so
 tried).
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 import triton

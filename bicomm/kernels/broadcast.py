@@ -5,8 +5,6 @@ each rank's own address. Nothing is computed, so there is no contract to certify
 off here as well. `gather.py` is the dispatch that pulls, and needs no multicast.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 import dataclasses

@@ -4,8 +4,6 @@ A rank that gave up waiting may be waited for by nobody, but a slower rank may s
 looks at the LOST word first, as every kernel does, and leaves the operand alone.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 import torch

@@ -1,7 +1,5 @@
 """The dispatch: every rank copies every peer's rows, whatever their type, as words of 1, 2 or 4 bytes."""
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 import torch

@@ -1,6 +1,5 @@
 """What the mirror's kernels share: the codes of a contract's parts, and how a slot becomes an addend."""
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 # ruff: noqa: SIM109 (Triton compares constants one by one)
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 A slot's row gets its token's gradient, so every output element has one writer; nothing depends on the batch.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-
 from __future__ import annotations
 
 import torch

@@ -1,7 +1,5 @@
 """One program's block: how a forward kernel reads a token's rows, and how it stores the value or sums it again."""
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, unreachable"
-
 from __future__ import annotations
 
 import triton

@@ -5,7 +5,6 @@ addends span few enough binades it is exact, and the kernel tracks just that spa
 wide is summed again, slice by slice (repeat.py).
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 # ruff: noqa: SIM109 (Triton compares constants one by one)
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """The forward kernel of bf16 rows without weights: sums in fp64, or exact ones, at half the instructions."""
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, unreachable"
-
 from __future__ import annotations
 
 import triton

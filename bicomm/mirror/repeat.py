@@ -4,7 +4,6 @@ The fast kernels take this path for a block of columns whose exponents span too 
 holds a NaN or an infinity. It reads the rows again, from the cache, once for each slice.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 # ruff: noqa: SIM109 (Triton compares constants one by one)
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Sorting a token's slots into the engine's tree: `definition.sort_slots` as one kernel."""
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 import torch
