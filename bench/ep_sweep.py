@@ -21,7 +21,8 @@ os.environ.update(
     else {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
 )
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # the streams of a local world must run at once
-os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # fewer GPUs than ranks: correctness
+if "--allow-multicast" not in sys.argv:  # torch makes no multicast memory under it
+    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # fewer GPUs than ranks: correctness
 
 import argparse
 import gc

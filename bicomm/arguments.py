@@ -97,7 +97,7 @@ def check_operand(x: Any, name: str, device: torch.device, dtypes: Sequence[torc
         raise TypeError(f"{name} is a {type(x).__name__}: pass this rank's part of it, {name}.to_local()")
     if x.layout != torch.strided:
         raise TypeError(f"{name} has the layout {x.layout}: expected a dense tensor ({name}.to_dense())")
-    if x.device.type != device.type:
+    if _elsewhere(x.device, device):
         raise ValueError(f"{name} is on {x.device}, and the ranks of this communicator work on {device}: move it there")
     if x.dim() != 2:
         raise ValueError(f"{name} has {x.dim()} dimensions {tuple(x.shape)}: expected 2, [rows, hidden]")
@@ -149,11 +149,16 @@ def check_gathered(out: Any, x: Tensor, rows: int) -> None:
 def _check_given(out: Any, shape: tuple[int, ...], device: torch.device) -> None:
     if not isinstance(out, Tensor):
         raise TypeError(f"out is a torch.Tensor or None, got {type(out).__name__}")
-    if tuple(out.shape) != shape or out.device.type != device.type or not out.is_contiguous():
+    if tuple(out.shape) != shape or _elsewhere(out.device, device) or not out.is_contiguous():
         raise ValueError(
             f"out has shape {tuple(out.shape)} on {out.device}, {'' if out.is_contiguous() else 'not '}contiguous: "
             f"expected {shape} on {device}, contiguous"
         )
+
+
+def _elsewhere(one: torch.device, other: torch.device) -> bool:
+    """Another kind of device, or another GPU: that one's memory cannot be read from here."""
+    return one.type != other.type or (None not in (one.index, other.index) and one.index != other.index)
 
 
 def check_rows(rows: Any, device: torch.device) -> None:

@@ -18,6 +18,7 @@ SWITCHES: dict[str, str] = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "set",
     "NVSHMEM_DISABLE_NVLS": "set",
     "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "set",  # no wish of the owner's, but torch makes no multicast under it
 }
 NEEDED = (9, 0)  # compute capability of multimem instructions
 

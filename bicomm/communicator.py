@@ -21,6 +21,7 @@ from bicomm.arguments import Mode
 from bicomm.contract import OWNER, Contract
 from bicomm.errors import BicommError
 from bicomm.operators import ops
+from bicomm.ranks.peers import settled
 from bicomm.transports.base import Asked, Closed, Rows, Transport
 from bicomm.transports.establish import establish
 from bicomm.transports.request import Request
@@ -76,7 +77,7 @@ class Communicator:
         request: Request | Exception
         where = torch.device("cpu")
         try:
-            where = torch.device(device)
+            where = settled(torch.device(device))
             request = Request.checked(
                 max_tokens, hidden, mode, strict, where, share_memory, timeout, debug, check_every
             )
@@ -190,7 +191,8 @@ class Communicator:
         capacity   rows of the result where splits is on the GPU (default: the rows of x). Rows past splits[rank] are
                    left as they are.
 
-        Returns [splits[rank], hidden]. Gradient: `dispatch` of the result's gradient.
+        Returns [splits[rank], hidden]. Gradient: `dispatch` of the result's gradient; on GPUs all ranks ask for it, or
+        none.
         Raises, on every rank: TypeError or ValueError for bad arguments (PeerRefused on the ranks whose own were good),
         CallMismatch where ranks entered different calls, PeerTimeout where some did not come.
         """

@@ -8,7 +8,10 @@
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 if [ -z "${NPROC:-}" ]; then
-	gpus="$(nvidia-smi -L 2>/dev/null | wc -l || true)"
+	gpus="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)"
+	if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then # those that the ranks will see
+		gpus="$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true)"
+	fi
 	NPROC="$([ "$gpus" -gt 0 ] && echo "$gpus" || echo 4)"
 fi
 export NPROC

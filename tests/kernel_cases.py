@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from bicomm.contract import EXACT, FP64, ORDERED, OWNER, Contract, round_output
-from bicomm.kernels import exact, gather, ordered, owner
+from bicomm.kernels import barrier, exact, gather, ordered, owner
 from bicomm.kernels.broadcast import Broadcast, broadcast
-from bicomm.kernels.call import Gather, Pull, Reduce, Tile
+from bicomm.kernels.call import Gather, Pull, Reduce, Sync, Tile
 from families import FAMILIES
 
 UNTOUCHED = 7.0
@@ -291,3 +291,29 @@ class Pushed:
                 buffer[self.lead : self.lead + len(want)], want, (self.splits, self.hidden, self.dtype, self.lead)
             )
             assert buffer[: self.lead].eq(UNTOUCHED).all() and buffer[self.lead + len(want) :].eq(UNTOUCHED).all()
+
+
+def check_owner_among_many_ranks(device: str) -> None:
+    """One of 72 ranks, with the flags of the others planted: its arrival and leave must reach every one of them."""
+    ranks, rank, call, hidden, mark = 72, 70, 41, 40, 99
+    rows = family("tie_dust", ranks, [1, hidden]).to(device)
+    control = torch.zeros(ranks, barrier.control_words(ranks), dtype=torch.int64, device=device)
+    control[:, barrier.GENERATION.value], control[:, barrier.EPOCH.value] = call - 1, 1
+    arrivals, leaves = barrier.WORDS.value, barrier.WORDS.value + ranks
+    control[rank, arrivals : arrivals + ranks] = (call << 24) + mark
+    control[rank, leaves : leaves + ranks] = call << 24
+    page = torch.zeros(barrier.page_words(ranks), dtype=torch.int64)
+    page = page if device == "cpu" else page.pin_memory()
+    sync = Sync(
+        torch.tensor([words.data_ptr() for words in control], device=device), control[rank], page, 0, 0, 0, mark,
+        patience=10**9, soft=device == "cpu",
+    )  # fmt: skip
+    slots = torch.tensor([[3, 64, 71], [70, 0, 65]], device=device)
+    out = torch.empty(2, hidden, device=device)
+    peers = torch.tensor([x.data_ptr() for x in rows], device=device)
+    pull = Pull(peers, 0, rank, torch.float32, out, torch.zeros_like(slots), slots, rows=1, sync=sync)
+    owner.pull(pull, tile=Tile(32, 2, 3))  # the two warps of a large call
+    assert_bits(out.cpu(), OWNER.sum(rows.cpu()[slots.cpu(), 0].transpose(0, 1)))
+    assert control[:, arrivals + rank].eq((call << 24) + mark).all(), "ranks that never learn of this one's arrival"
+    assert control[:, leaves + rank].eq(call << 24).all()
+    assert control[rank, barrier.GENERATION.value] == call and not page.any()

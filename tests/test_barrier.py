@@ -5,13 +5,16 @@ The interpreter runs one rank after the other, so the peers' flags are planted; 
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from bicomm.agreement.signature import Signature, describe, sign
-from bicomm.contract import EXACT, ORDERED, Contract
+from bicomm.agreement.signature import Signature, describe, hint, sign
+from bicomm.contract import EXACT, ORDERED, OWNER, Contract
 from bicomm.kernels import barrier
 from bicomm.kernels.call import Reduce, Sync
+from kernel_cases import check_owner_among_many_ranks
 
 W, ROWS, HIDDEN = 3, 5, 24
 GENERATION, FINISHED, LOST, EPOCH, OWN_HEAD, WORDS, RECORD = (
@@ -131,6 +134,10 @@ def test_leaving_waits_too() -> None:
     assert world.control[1][RECORDS : RECORDS + RECORD].tolist() == [1, 1 << 2, 0, CALL << 2 | 1]
 
 
+def test_two_warps_still_reach_more_than_64_ranks() -> None:
+    check_owner_among_many_ranks("cpu")
+
+
 @pytest.mark.parametrize(
     ("field", "other"),
     [
@@ -141,6 +148,7 @@ def test_leaving_waits_too() -> None:
         ("splits", sign("combine", torch.float32, ORDERED, HIDDEN, (0, 256), W * ROWS, (ROWS + 1, ROWS - 1, ROWS))),
         ("place", sign("combine", torch.float32, ORDERED, HIDDEN, (0, 512), W * ROWS, (ROWS,) * W)),
         ("dispatch", sign("dispatch", torch.float32, None, HIDDEN, (0, 256), ROWS, (ROWS,) * W)),
+        ("gradient=x", sign("combine", torch.float32, ORDERED, HIDDEN, (0, 256), W * ROWS, (ROWS,) * W, gradient="x")),
     ],
 )
 def test_headers_that_differ_reach_the_host(field: str, other: Signature) -> None:
@@ -156,6 +164,28 @@ def test_headers_that_differ_reach_the_host(field: str, other: Signature) -> Non
     assert describe(*heads[0]) == describe(*heads[1])
     assert describe(*heads[0]) != describe(*heads[2])
     assert field in describe(*heads[2])
+    assert ("requires_grad_()" in hint(heads[0], heads[2])) == field.startswith("gradient")
+    assert not hint(heads[0], heads[1])
+
+
+def test_every_part_of_a_header_is_told_apart_and_read_back() -> None:
+    gradients = ("", "x", "rows", "weights", "rows+weights")
+    told = {
+        (g, p, s): sign("combine_rows", torch.bfloat16, OWNER, 8, (1, 512), None, gradient=g, slots=s, product=p)
+        for g, p, s in itertools.product(gradients, (None, torch.float32, torch.bfloat16), (1, 8))
+    }
+    assert len({each.mark for each in told.values()}) == len(told) == 30
+    for (gradient, product, slots), each in told.items():
+        text = describe(each.what, each.shape, each.tokens)
+        named = "no weights" if product is None else f"product {str(product).removeprefix('torch.')}"
+        assert text == (
+            f"combine_rows(contract=owner/1, dtype=bfloat16, hidden=8, slots={slots}, {named}, "
+            f"gradient={gradient or 'none'}, place=arena 1, 512 bytes in)"
+        )
+    widest = sign("combine", torch.float32, Contract("window", (128, 512, 512)), 2**31 - 1, (255, 0), 2**31, (1, 2))
+    assert max(widest.what, widest.shape, widest.tokens) < 2**63, "they are int64 words"
+    with pytest.raises(TypeError, match="dispatch does not carry qint8"):
+        sign("dispatch", torch.qint8, None, 8, (0, 0), 4)
 
 
 def test_a_window_is_told_apart_by_its_parameters() -> None:

@@ -29,6 +29,10 @@ YES = Facts(multicast=True, handles=True, driver=13000, state="completed", clust
         ({"NCCL_NVLS_ENABLE": " 0 "}, "NCCL_NVLS_ENABLE=0 is set"),
         ({"NCCL_NVLS_ENABLE": "1"}, ""),
         ({"NCCL_NVLS_ENABLE": "2"}, ""),
+        (
+            {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"},
+            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 is set",
+        ),
     ],
 )
 def test_the_owners_switches(environment: dict[str, str], says: str) -> None:

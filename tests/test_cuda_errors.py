@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bicomm.errors import NoSharedMemory
+from bicomm.errors import NoRoom, NoSharedMemory
 from bicomm.symmem import cuda
 
 
@@ -16,6 +16,7 @@ from bicomm.symmem import cuda
         ("connect: unix socket /very/long/path", "$TMPDIR"),
         ("pidfd_getfd: Operation not permitted\nException raised from ...", "--cap-add=SYS_PTRACE"),
         ("detected allocations from overlapping devices from different ranks", "ALLOW_OVERLAPPING_DEVICES=1"),
+        ("CUDA driver error: out of memory", "1,024 bytes on cuda:0"),
     ],
 )
 def test_a_failed_allocation_names_cause_and_cure(
@@ -33,3 +34,4 @@ def test_a_failed_allocation_names_cause_and_cure(
     text = str(caught.value)
     assert torch_says.splitlines()[0] in text and we_add in text
     assert "Exception raised" not in text
+    assert isinstance(caught.value, NoRoom) == ("memory" in torch_says and "out of" in torch_says)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from bicomm.errors import CaptureError
+from bicomm.kernels import call
 from bicomm.kernels.call import Gather, Tile
 from bicomm.kernels.gather import gather
 from kernel_cases import Bytes
@@ -51,6 +55,29 @@ def test_splits_on_the_host_are_copied_once() -> None:
     calls = [Gather(torch.zeros(2, dtype=torch.int64), 0, 0, out, (1, 3)) for _ in range(2)]
     assert calls[0].device_splits is calls[1].device_splits
     assert calls[0].device_splits.tolist() == [1, 3]
+
+
+def test_a_captured_graph_keeps_its_table_and_kernels_in_flight_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing, waits = [False], []
+    monkeypatch.setattr(call, "_tables", {})
+    monkeypatch.setattr(call, "_captured", {})
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, _: self)  # there is no GPU to copy to
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    gpu = torch.device("cuda", 0)
+    address = call._on_device((3, 1), gpu).data_ptr()
+    freed = weakref.ref(call._on_device((2, 2), gpu))
+    capturing[0] = True
+    assert call._on_device((3, 1), gpu).data_ptr() == address  # a graph holds this address from now on
+    with pytest.raises(CaptureError, match="make this call once before the capture"):
+        call._on_device((0, 4), gpu)
+    capturing[0] = False
+    for n in range(call._MOST_TABLES + 1):
+        call._on_device((n, 9), gpu)
+    assert waits == [gpu], "before tables are let go that kernels on other streams may read"
+    assert freed() is None and len(call._tables) < call._MOST_TABLES
+    assert call._captured[address].tolist() == [3, 1]
 
 
 def test_many_ranks() -> None:

@@ -146,6 +146,10 @@ class Pull:
     sync: Sync | None = None
 
     @property
+    def world_size(self) -> int:
+        return self.peers.numel()
+
+    @property
     def vector(self) -> int:
         """Elements of a row that one load may take."""
         wide = vector_width(self.dtype.itemsize, self.offset, self.out.shape[1] * self.dtype.itemsize)
@@ -185,20 +189,32 @@ class Gather:
         return self.splits if isinstance(self.splits, Tensor) else _on_device(self.splits, self.out.device)
 
 
-@functools.lru_cache(maxsize=256)
+_MOST_TABLES = 256
+_tables: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+_captured: dict[int, Tensor] = {}  # by address: captured graphs read these for ever
+
+
 def _on_device(splits: tuple[int, ...], device: torch.device) -> Tensor:
     """A small tensor on the device, kept: equal splits come again and again, and a copy to the GPU costs 10 us."""
-    host = torch.tensor(splits, dtype=torch.int64)
-    if device.type != "cuda":
-        return host
-    if torch.cuda.is_current_stream_capturing():
-        raise CaptureError(
-            f"splits {list(splits)} are on the host, and a CUDA graph cannot hold their copy to the GPU: make this "
-            f"call once before the capture, or pass splits as an int64 tensor on the GPU"
-        )
-    on_device = host.to(device)
-    torch.cuda.current_stream(device).synchronize()  # other streams will read it
-    return on_device
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    table = _tables.get((splits, device))
+    if table is None:
+        if capturing:
+            raise CaptureError(
+                f"splits {list(splits)} are on the host, and a CUDA graph cannot hold their copy to the GPU: make this "
+                f"call once before the capture, or pass splits as an int64 tensor on the GPU"
+            )
+        if len(_tables) >= _MOST_TABLES:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # kernels on any stream may still read them
+            _tables.clear()
+        table = torch.tensor(splits, dtype=torch.int64).to(device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # other streams will read it
+        _tables[splits, device] = table
+    if capturing:
+        _captured[table.data_ptr()] = table
+    return table
 
 
 def vector_width(itemsize: int, *byte_counts: int) -> int:

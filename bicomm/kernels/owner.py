@@ -7,6 +7,8 @@ slots changes a bit.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import triton
 import triton.language as tl
@@ -147,6 +149,8 @@ def pull(call: Pull, *, tile: Tile | None = None) -> Tensor:
     if slots == 0:
         raise ValueError("a combine of rows needs at least one slot a token: row_of_slot is [t, K] with K >= 1")
     tile = tile or tile_for(tokens, hidden, call.weights is not None)
+    if call.sync is not None and call.world_size > 32 * tile.warps:  # the barriers need a thread for each rank
+        tile = dataclasses.replace(tile, warps=4)
     vector = call.vector
     columns = cdiv(hidden, tile.block)
     weighted = 0 if call.weights is None else 2 if call.product_dtype == torch.bfloat16 else 1

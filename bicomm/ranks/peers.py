@@ -56,6 +56,12 @@ def this_process(local: int, wanted: torch.device | None) -> Peer:
     return Peer(socket.gethostname(), boot_id(), os.getpid(), local, *_gpus(wanted))
 
 
+def settled(device: torch.device) -> torch.device:
+    """The device with its number: `cuda` alone is the GPU that is set. Raises where there is no such device."""
+    uuids, current, _ = _gpus(device)
+    return torch.device("cuda", current) if uuids else device
+
+
 def _gpus(wanted: torch.device | None) -> tuple[tuple[str, ...], int, bool]:
     """The UUIDs of the GPUs that this process sees, the one that is set, and whether the caller named it."""
     if wanted is not None and wanted.type not in ("cpu", "cuda"):

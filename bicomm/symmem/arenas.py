@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -88,9 +88,27 @@ class Arenas:
     def restart(self, made: int) -> None:
         """Go on without the arenas there are, and count on from `made`. Who holds a place in one may still use it: some
         ranks may hold places that others do not, so nothing new is put beside them."""
-        self._retired = [b for b in [*self._retired, *self._buffers.values()] if b.in_use]
-        self._buffers = {}
+        self._retire(list(self._buffers))
         self.made = made
+
+    def layouts(self) -> dict[int, int]:
+        """Of every arena, by number, a check sum of what is handed out."""
+        return {number: zlib.crc32(repr(buffer.places()).encode()) for number, buffer in self._buffers.items()}
+
+    def realign(self, everyones: Sequence[dict[int, int]], made: int) -> None:
+        """Go on with those arenas alone that all ranks have, with the same handed out, and count on from `made`.
+
+        everyones: the `layouts` of every rank. A fault may have caught some ranks before and some after a growth.
+        """
+        shared = set.intersection(*(set(layouts.items()) for layouts in everyones))
+        common = {number for number, _ in shared}
+        self._retire([number for number in self._buffers if number not in common])
+        self.made = made
+
+    def _retire(self, numbers: Sequence[int]) -> None:
+        """Hand out no more of these arenas. What is in use there, or in a captured graph, stays."""
+        gone = [self._buffers.pop(number) for number in numbers]
+        self._retired = [b for b in [*self._retired, *gone] if b.in_use or b.pinned]
 
     def find(self, x: Tensor) -> SymmetricBuffer | None:
         """The arena that a tensor's memory lies in."""
@@ -107,12 +125,12 @@ class Arenas:
         Places that are still out keep their own memory until they are dropped.
         """
         self._buffers = {number: buffer for number, buffer in self._buffers.items() if buffer.pinned}
-        self._retired = []
+        self._retired = [buffer for buffer in self._retired if buffer.pinned]
 
     @property
     def captured(self) -> int:
         """Bytes that captured graphs hold on this rank."""
-        return sum(buffer.capacity for buffer in self._buffers.values() if buffer.pinned)
+        return sum(buffer.capacity for buffer in self._held() if buffer.pinned)
 
     @property
     def capacity(self) -> int:
@@ -125,5 +143,5 @@ class Arenas:
         return sum(buffer.in_use for buffer in self._held())
 
     def _held(self) -> list[SymmetricBuffer]:
-        self._retired = [buffer for buffer in self._retired if buffer.in_use]
+        self._retired = [buffer for buffer in self._retired if buffer.in_use or buffer.pinned]
         return [*self._buffers.values(), *self._retired]

@@ -4,24 +4,39 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from bicomm.errors import NoSharedMemory
+from bicomm.errors import NoRoom, NoSharedMemory
 from bicomm.symmem.buffer import SymmetricBuffer, align
 
 
 def make_buffer(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> SymmetricBuffer:
-    """A buffer of zeros on the GPUs of all ranks of `group`. Collective: equal sizes, in one order on all ranks.
+    """A buffer of zeros on the GPUs of all ranks of `group`: what `reserve` and then `share` make."""
+    return share(group, device, reserve(device, nbytes))
+
+
+def reserve(device: torch.device, nbytes: int) -> Tensor:
+    """This rank's part of a buffer, uint8 zeros. Not collective. Raises NoRoom, or NoSharedMemory for other reasons."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    try:
+        with torch.cuda.device(device):
+            return symm_mem.empty(align(nbytes), dtype=torch.uint8, device=device).zero_()
+    except (RuntimeError, OSError) as error:
+        kind = NoRoom if "out of memory" in str(error).lower() else NoSharedMemory
+        raise kind(f"{align(nbytes):,} bytes on {device}: {_first(error)}{_hint(error)}") from error
+
+
+def share(group: dist.ProcessGroup, device: torch.device, local: Tensor) -> SymmetricBuffer:
+    """The buffer whose parts all ranks of `group` have reserved. Collective: equal sizes, in one order on all ranks.
 
     Raises NoSharedMemory, on this rank, with torch's own reason: no peer access, a container without pidfd_getfd, a
     socket path in $TMPDIR that is too long.
     """
     import torch.distributed._symmetric_memory as symm_mem
 
-    capacity = align(nbytes)
     try:
         with torch.cuda.device(device):
-            local = symm_mem.empty(capacity, dtype=torch.uint8, device=device)
-            local.zero_()
             handle = symm_mem.rendezvous(local, group.group_name)
             torch.cuda.synchronize(device)
     except (RuntimeError, OSError) as error:
@@ -51,7 +66,10 @@ def _first(error: Exception) -> str:
 def _hint(error: Exception) -> str:
     text = str(error)
     if "overlapping devices" in text:
-        return ". Several ranks share a GPU: set TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 if that is meant"
+        return (
+            ". Several ranks share a GPU, or see theirs under one number: set "
+            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 if that is meant"
+        )
     if "pidfd" in text:
         return ". The container forbids pidfd_getfd: run it with --cap-add=SYS_PTRACE"
     if "bind" in text or "socket" in text:

@@ -8,14 +8,17 @@ and every call raises until `recover()`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from bicomm.agreement.flags import AGAIN
 from bicomm.agreement.header import first_line
-from bicomm.agreement.signature import describe, sign
+from bicomm.agreement.signature import describe, hint, sign
+from bicomm.arguments import check_gathered
 from bicomm.contract import Contract
 from bicomm.errors import Aborted, BicommError, CallMismatch, CaptureError, PeerRefused, PeerTimeout
 from bicomm.kernels import barrier, exact, gather, multimem, ordered, owner
@@ -23,11 +26,26 @@ from bicomm.kernels.call import Gather, Pull, Reduce, Sync
 from bicomm.kernels.copy_in import copy_in
 from bicomm.symmem.arenas import Arenas, Place
 from bicomm.symmem.buffer import SymmetricBuffer
-from bicomm.transports.base import Rows, Shares, Transport
-from bicomm.transports.link import Link
+from bicomm.transports.base import Asked, Rows, Shares, Transport
+from bicomm.transports.link import Link, Reached
 from bicomm.transports.nvls import Nvls
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _NOWHERE = (0, 0)
+
+
+def _on_its_gpu(
+    call: Callable[Concatenate[GpuTransport, P], R],
+) -> Callable[Concatenate[GpuTransport, P], R]:
+    """Triton launches on the GPU that is set, and CUDA sets it for each thread: a new thread begins with GPU 0."""
+
+    @functools.wraps(call)
+    def run(self: GpuTransport, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.cuda.device(self.device):
+            return call(self, *args, **kwargs)
+
+    return run
 
 
 class GpuTransport(Transport):
@@ -62,6 +80,7 @@ class GpuTransport(Transport):
         zero = torch.zeros(1, dtype=torch.int64, device=device)  # one rank alone: an address is an offset from 0
         self._nothing = SymmetricBuffer(local=zero.view(torch.uint8), addresses=zero)
         self._page = torch.zeros(barrier.page_words(size), dtype=torch.int64).pin_memory()
+        self._lost = torch.zeros(1, dtype=torch.int64).pin_memory()  # what `abort` copies to the device
         self._seen: set[object] = set()
         self._stream: torch.cuda.Stream | None = None
         self._error: BicommError | None = None
@@ -81,6 +100,7 @@ class GpuTransport(Transport):
             return splits
         return super().shares(splits, rows)
 
+    @_on_its_gpu
     def combine(
         self, x: Tensor, splits: Shares, contract: Contract, out: Tensor, place: Place | None, switch: bool = False
     ) -> None:
@@ -103,7 +123,8 @@ class GpuTransport(Transport):
                 splits=shares,
                 sync=sync,
             )
-            if switch and self.nvls is not None:
+            # An arena for which no multicast slot was left has no such address. The contract is the same.
+            if switch and self.nvls is not None and (at.buffer.multicast or not self.nvls.hardware):
                 multimem.reduce(
                     call,
                     contract.parameters,
@@ -116,11 +137,14 @@ class GpuTransport(Transport):
             else:
                 exact.reduce(call, contract.parameters)
 
+    @_on_its_gpu
     def combine_rows(self, operands: Rows, contract: Contract, out: Tensor, place: Place | None) -> None:
         rows = operands.rows
-        most = rows.shape[0] if place is not None else self._largest(rows.shape[0], "combine_rows")
+        most = rows.shape[0] if place is not None else self._largest(rows.shape[0])
         with self._operand(rows, most, place) as at:
-            sync = self._sync("combine_rows", rows.dtype, contract, rows.shape[1], at.mark, None, ())
+            product = None if operands.weights is None else operands.product_dtype
+            slots = operands.row_of_slot.shape[1]
+            sync = self._sync("combine_rows", rows.dtype, contract, rows.shape[1], at.mark, None, (), slots, product)
             owner.pull(
                 Pull(
                     peers=at.buffer.device_addresses,
@@ -137,13 +161,21 @@ class GpuTransport(Transport):
                 )
             )
 
+    @_on_its_gpu
     def dispatch(self, x: Tensor, splits: Shares | None, out: Tensor | None, capacity: int | None) -> Tensor:
         if splits is None:
-            splits = tuple(int(n) for n in self.exchange_counts(x.shape[0]))
+            cure = "pass splits=comm.exchange_counts(own), which stays on the GPU, and capacity"
+            splits = self._counts(x.shape[0], "a dispatch without splits", cure)
         if isinstance(splits, Tensor):
             most, total = x.shape[0], (x.shape[0] * self.size if capacity is None else capacity)
+            if capacity is None and isinstance(out, Tensor) and out.dim():
+                total = out.shape[0]
         else:
             most, total = max(splits), sum(splits)
+        try:
+            check_gathered(out, x, total)
+        except (TypeError, ValueError) as refusal:
+            self.refuse("dispatch", refusal)
         result = x.new_empty((total, x.shape[1])) if out is None else out
         with self._operand(x, most, None) as at:
             sync = self._sync("dispatch", x.dtype, None, x.shape[1], at.mark, most, splits)
@@ -168,12 +200,17 @@ class GpuTransport(Transport):
             mine = torch.full((1, 1), own, dtype=torch.int64, device=self.device)
         else:
             mine = own.to(torch.int64).view(1, 1)
-        return self.dispatch(mine, self._one_each, None, self.size).view(self.size)
+        asked, self.asked = self.asked, Asked()  # nobody asks a gradient for a count
+        try:
+            return self.dispatch(mine, self._one_each, None, self.size).view(self.size)
+        finally:
+            self.asked = asked
 
     def barrier(self) -> None:
         """One full barrier on the current stream, without work."""
         self._launch_barrier("barrier")
 
+    @_on_its_gpu
     def _launch_barrier(self, operation: str) -> None:
         sync = self._sync(operation, torch.float32, None, 0, _NOWHERE, None, ())
         if sync is None:
@@ -201,20 +238,33 @@ class GpuTransport(Transport):
         if self.size == 1 and x.is_contiguous():  # nobody else reads it
             return _Operand(Place(0, x.data_ptr(), 0, self._nothing), None)
         at = self.take(rows * x.shape[1] * x.dtype.itemsize)
-        copy_in(x, at.view(tuple(x.shape), x.dtype), self._words())
+        try:
+            copy_in(x, at.view(tuple(x.shape), x.dtype), self._words())
+        except BaseException:
+            self._arenas.release(at)
+            raise
         return _Operand(at, self._arenas)
 
-    def _largest(self, rows: int, operation: str) -> int:
-        """The most rows of any rank, where they may differ. Agreed on the host."""
+    def _largest(self, rows: int) -> int:
+        """The most rows of any rank, where they may differ."""
+        what = "combine_rows of rows that are not in symmetric memory"
+        cure = "write the rows into a buffer from comm.acquire(rows, hidden, dtype) and pass that"
+        return max(self._counts(rows, what, cure))
+
+    def _counts(self, own: int, what: str, cure: str) -> tuple[int, ...]:
+        """Every rank's count, on the host, which waits for them. what, cure: for where it cannot."""
+        if self.size == 1:
+            return (own,)
         if torch.cuda.is_current_stream_capturing():
-            raise CaptureError(
-                f"{operation} of rows that are not in symmetric memory agrees on their number on the host, which a "
-                f"CUDA graph cannot hold: write the rows into a buffer from comm.acquire(rows, hidden, dtype) "
-                f"and pass that"
-            )
-        return rows if self.size == 1 else int(self.exchange_counts(rows).max())
+            raise CaptureError(f"{what} agrees on the host, which a CUDA graph cannot hold: {cure}")
+        counts = tuple(self.exchange_counts(own).tolist())
+        if self.rehearsing:  # nothing was exchanged
+            return (own,) * self.size
+        self.check()  # after a fault they are no counts
+        return counts
 
     def take(self, nbytes: int) -> Place:
+        self._order()  # whoever writes there comes after the calls that were made before
         place = self._arenas.take(nbytes)
         if place is None:
             self._arenas.grow(nbytes)
@@ -226,6 +276,9 @@ class GpuTransport(Transport):
 
     def release(self, place: Place) -> None:
         self._arenas.release(place)
+
+    def find(self, x: Tensor) -> bool:
+        return self._arenas.find(x) is not None
 
     def memory(self) -> dict[str, int]:
         held = self._arenas.capacity + self._control.capacity
@@ -247,11 +300,17 @@ class GpuTransport(Transport):
         mark: tuple[int, int],
         rows: int | None,
         splits: Shares | Sequence[int],
+        slots: int = 0,
+        product: torch.dtype | None = None,
     ) -> Sync | None:
         if self.size == 1:
             return None
         self._ready()
-        told = sign(operation, dtype, contract, hidden, mark, rows, () if isinstance(splits, Tensor) else splits)
+        shares = () if isinstance(splits, Tensor) else splits
+        asked = self.asked.words
+        told = sign(
+            operation, dtype, contract, hidden, mark, rows, shares, gradient=asked, slots=slots, product=product
+        )
         kind = (operation, dtype, hidden, contract, isinstance(splits, Tensor))
         seconds = self.timeout if kind in self._seen else max(self.timeout, self.first_timeout)
         if not self.rehearsing:
@@ -269,9 +328,13 @@ class GpuTransport(Transport):
         )
 
     def _ready(self) -> None:
-        """Before a launch: raise what earlier calls left, and put this stream behind the last one that was used."""
+        """Before a launch: raise what earlier calls left, and order the streams."""
         if not self.rehearsing:
             self.check()
+        self._order()
+
+    def _order(self) -> None:
+        """Put this stream behind the last one that was used."""
         stream = torch.cuda.current_stream(self.device)
         last, self._stream = self._stream, stream
         if last is None or last == stream:
@@ -289,8 +352,13 @@ class GpuTransport(Transport):
 
     def abort(self, reason: str) -> None:
         self._link.post(reason)
+        self._error = self._error or Aborted(f"rank {self.rank} aborted this communicator: {reason}. {AGAIN}")
         side = torch.cuda.Stream(self.device, priority=-1)  # kernels that wait may fill the current stream
+        self._lost[0] = self._epoch
         with torch.cuda.stream(side):
+            # First a copy, which needs no multiprocessor: kernels of this rank that wait end, and make room for the one
+            # that tells the others, whose loading may have to wait for them too.
+            self._words()[barrier.LOST.value : barrier.LOST.value + 1].copy_(self._lost, non_blocking=True)
             barrier.abort_kernel[(1,)](
                 self._control.addresses, self._words(), self._page, self.rank, W=self.size, LANES=128, num_warps=4,
                 enable_fp_fusion=False,
@@ -305,13 +373,16 @@ class GpuTransport(Transport):
 
     def recover(self) -> None:
         torch.cuda.synchronize(self.device)  # lost kernels end at once
-        self._link.recover(int(self._words()[barrier.GENERATION.value]), self._advance)
+        generation = int(self._words()[barrier.GENERATION.value])
+        self._link.recover(Reached(generation, self._arenas.made, self._arenas.layouts()), self._advance)
 
-    def _advance(self, generation: int) -> None:
+    def _advance(self, reached: Sequence[Reached]) -> None:
         self._epoch += 1
         self._error = None
         self.rehearsing = False
-        self._reset(generation)
+        # Beyond every flag: a rank may have pushed those of the call after its last good one.
+        self._reset(1 + max(each.generation for each in reached))
+        self._arenas.realign([each.layouts for each in reached], max(each.made for each in reached))
 
     def _reset(self, generation: int = 0) -> None:
         words = self._words()
@@ -335,8 +406,9 @@ class GpuTransport(Transport):
                 return PeerRefused(f"a call did not run, because its arguments were refused: {told}. {then}")
             other = next(r for r, head in enumerate(heads) if head != heads[0])
             return CallMismatch(
-                f"ranks entered different calls: rank 0 {describe(*heads[0])}, rank {other} {describe(*heads[other])}. "
-                f"Every rank of the group must make the same calls in the same order. Results are NaN. {then}"
+                f"ranks entered different calls: rank 0 {describe(*heads[0])}, rank {other} {describe(*heads[other])}"
+                f"{hint(heads[0], heads[other])}. Every rank of the group must make the same calls in the same order. "
+                f"Results are NaN. {then}"
             )
         if torch.cuda.is_current_stream_capturing():
             return PeerTimeout(f"this communicator was lost, which was noticed during a capture. {then}")

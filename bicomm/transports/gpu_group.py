@@ -27,6 +27,7 @@ from bicomm.transports.link import StoreLink
 from bicomm.transports.nvls import Nvls, decide
 from bicomm.transports.request import Request
 
+_OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 FIRST_TIMEOUT = 300.0  # seconds for the first call of a kind, in which peers compile; BICOMM_FIRST_TIMEOUT overrides it
 
 
@@ -106,10 +107,19 @@ def _judge_switch(
 def _why_apart(sync: StoreSync, device: torch.device) -> str:
     """Why these ranks cannot map each other's GPU memory, as far as that is known before it is tried; "" if unknown."""
     peer = this_process(-1, device)
-    told = [text.decode() for text in sync.exchange(peer.gpu.encode())]
-    hosts = {text.split()[0] for text in told}
+    mine = [*peer.gpu.split(), peer.current, os.environ.get(_OVERLAPPING) == "1"]
+    told = [json.loads(text) for text in sync.exchange(json.dumps(mine).encode())]
+    hosts, gpus, numbers = ({each[i] for each in told} for i in range(3))
     if len(hosts) > 1:
         return f"the ranks live on {len(hosts)} hosts"
-    if len(set(told)) < len(told) and os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") != "1":
-        return "several ranks share a GPU, which torch allows with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 only"
+    if all(allowed for *_, allowed in told):
+        return ""
+    if len(gpus) < len(told):
+        return f"several ranks share a GPU, which torch allows with {_OVERLAPPING}=1 only"
+    if len(numbers) < len(told):  # torch knows GPUs by these
+        return (
+            f"each rank has a GPU of its own, but several know theirs by one number (CUDA_VISIBLE_DEVICES), and torch "
+            f"takes that for one GPU: let every process see all GPUs of the host, or set {_OVERLAPPING}=1, which "
+            f"leaves the NVLink switch out"
+        )
     return ""

@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from bicomm.agreement.store import StoreSync
-from bicomm.errors import CallMismatch
+from bicomm.errors import CallMismatch, NoRoom, NoSharedMemory
 from bicomm.symmem import cuda
 from bicomm.symmem.buffer import SymmetricBuffer
+
+
+@dataclasses.dataclass(frozen=True)
+class Reached:
+    """How far a rank came before it recovers.
+
+    generation  of its last good call; it may have pushed flags of the next.
+    made        arenas it ever made. layouts: of those it has, the number and a check sum of what is handed out.
+    """
+
+    generation: int
+    made: int
+    layouts: dict[int, int]
+
+
+Advance = Callable[[Sequence[Reached]], None]
 
 
 class Link(Protocol):
     """One rank's side."""
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
-        """A buffer of zeros on all ranks; asked for by all of them."""
+        """A buffer of zeros on all ranks; asked for by all of them. Raises NoRoom on all where one has too little."""
 
-    def recover(self, generation: int, advance: Callable[[int], None]) -> None:
-        """Once all ranks are here and their devices idle, run `advance` on each with a generation beyond every flag,
-        and go on when all are done. generation: of this rank's last good call; it may have pushed flags of the next."""
+    def recover(self, reached: Reached, advance: Advance) -> None:
+        """Once all ranks are here and their devices idle, run `advance` on each with what each reached, by rank, and go
+        on when all are done."""
 
     def post(self, text: str) -> None:
         """Leave a text that other ranks may read later."""
@@ -45,11 +63,25 @@ class StoreLink:
                 f"ranks asked for symmetric memory of different sizes: rank 0 for {asked[0]:,} bytes, rank {other} for "
                 f"{asked[other]:,}. Every rank of the group must make the same calls in the same order"
             )
-        return cuda.make_buffer(self._group, self._device, nbytes)
+        if self._sync.size == 1:  # nobody to share it with
+            return cuda.make_local_buffers(1, self._device, nbytes)[0]
+        # In torch's rendezvous, ranks wait long for one that does not come: so they meet here before.
+        failure = ""
+        try:
+            local = cuda.reserve(self._device, nbytes)
+        except NoSharedMemory as error:
+            failure = f"{'full' if isinstance(error, NoRoom) else 'none'} {error}"
+        told = [text.decode().partition(" ") for text in self._sync.exchange(failure.encode())]
+        reasons = "; ".join(f"rank {rank}: {reason}" for rank, (kind, _, reason) in enumerate(told) if kind)
+        if reasons:
+            raise (NoSharedMemory if any(kind == "none" for kind, _, _ in told) else NoRoom)(reasons)
+        return cuda.share(self._group, self._device, local)
 
-    def recover(self, generation: int, advance: Callable[[int], None]) -> None:
+    def recover(self, reached: Reached, advance: Advance) -> None:
         self._sync.recover()
-        advance(1 + max(int(text) for text in self._sync.exchange(str(generation).encode())))
+        mine = [reached.generation, reached.made, [list(pair) for pair in reached.layouts.items()]]
+        told = [json.loads(text) for text in self._sync.exchange(json.dumps(mine).encode())]
+        advance([Reached(generation, made, dict(pairs)) for generation, made, pairs in told])
         self._sync.exchange(b"")
 
     def post(self, text: str) -> None:
@@ -66,17 +98,18 @@ class LocalWorld:
         self.size, self.device = size, device
         self.buffers: dict[int, dict[int, SymmetricBuffer]] = {}  # until a rank takes its own
         self.texts = [""] * size
-        self.recovering: dict[int, tuple[int, Callable[[int], None]]] = {}
+        self.asked = [0] * size  # buffers, by each rank
+        self.recovering: dict[int, tuple[Reached, Advance]] = {}
 
 
 class LocalLink:
     """One rank of a local world."""
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
-        self._world, self._rank, self._asked = world, rank, 0
+        self._world, self._rank = world, rank
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
-        world, number = self._world, self._asked
+        world, number = self._world, self._world.asked[self._rank]
         if number not in world.buffers:
             world.buffers[number] = dict(enumerate(cuda.make_local_buffers(world.size, world.device, nbytes)))
             torch.cuda.synchronize(world.device)
@@ -88,16 +121,19 @@ class LocalLink:
                 f"rank {self._rank} asked for {nbytes:,} bytes of symmetric memory where another rank asked for "
                 f"{mine.capacity:,}: every rank must make the same calls in the same order"
             )
-        self._asked += 1
+        world.asked[self._rank] += 1
         return mine
 
-    def recover(self, generation: int, advance: Callable[[int], None]) -> None:
-        self._world.recovering[self._rank] = (generation, advance)
-        if len(self._world.recovering) == self._world.size:  # the last rank opens the epoch for all
-            waiting, self._world.recovering = self._world.recovering, {}
-            beyond = 1 + max(reached for reached, _ in waiting.values())
+    def recover(self, reached: Reached, advance: Advance) -> None:
+        world = self._world
+        world.recovering[self._rank] = (reached, advance)
+        if len(world.recovering) == world.size:  # the last rank opens the epoch for all
+            waiting, world.recovering = world.recovering, {}
+            world.asked = [max(world.asked)] * world.size
+            world.buffers.clear()  # what some ranks asked for and others did not
+            everyone = [waiting[rank][0] for rank in range(world.size)]
             for _, go in waiting.values():
-                go(beyond)
+                go(everyone)
 
     def post(self, text: str) -> None:
         self._world.texts[self._rank] = text

@@ -11,7 +11,7 @@ from bicomm.agreement.signature import sign
 from bicomm.contract import EXACT, ORDERED, Contract
 from bicomm.kernels import barrier, exact, ordered
 from bicomm.kernels.call import Reduce, Sync
-from kernel_cases import Ranks, assert_bits, family
+from kernel_cases import Ranks, assert_bits, check_owner_among_many_ranks, family
 
 GPU = "cuda"
 WORLD, ROWS, CALL = 3, 4, 41
@@ -45,3 +45,7 @@ def test_three_ranks_in_turn() -> None:
     for contract in (ORDERED, EXACT):
         for hidden in (40, 7):
             check_three_ranks(contract, hidden)
+
+
+def test_two_warps_still_reach_more_than_64_ranks() -> None:
+    check_owner_among_many_ranks(GPU)

@@ -368,6 +368,72 @@ def test_ranks_that_enter_different_calls_learn_both_sides(comms: list[Communica
     run(comms, lambda comm: comm.combine(x[comm.rank], "ordered"), rehearse=False)
 
 
+def test_ranks_that_disagree_on_a_gradient_learn_it_from_the_call(comms: list[Communicator]) -> None:
+    """Else some would wait in the backward pass for others that do not run it."""
+    x = [t.requires_grad_() for t in partials(16, 64)]
+
+    def all_ask(comm: Communicator) -> torch.Tensor:
+        return comm.combine(x[comm.rank], "ordered")
+
+    def one_needs_none(comm: Communicator) -> torch.Tensor:
+        return comm.combine(x[comm.rank].detach() if comm.rank == 2 else x[comm.rank], "ordered")
+
+    def one_runs_without(comm: Communicator) -> torch.Tensor:
+        with torch.set_grad_enabled(comm.rank != 2):
+            return all_ask(comm)
+
+    run(comms, all_ask)
+    for differing in (one_needs_none, one_runs_without):
+        outs = issue(comms, differing)
+        torch.cuda.synchronize()
+        assert all(out.isnan().all() for out in outs)
+        for comm in comms:
+            with pytest.raises(bicomm.CallMismatch, match=r"rank 0 .*gradient=x.*rank 2 .*gradient=none") as caught:
+                comm.check()
+            assert "requires_grad_()" in str(caught.value)
+            comm.recover()
+    run(comms, all_ask, rehearse=False)
+    with torch.no_grad():
+        run(comms, all_ask, rehearse=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.uint16, torch.int64, torch.complex64])
+def test_a_dispatch_carries_any_type(comms: list[Communicator], dtype: torch.dtype) -> None:
+    splits = (2, 0, 1, 3, 0, 0, 1, 1)
+    generator = torch.Generator().manual_seed(5)
+    raw = [torch.randint(0, 256, (n, 24 * dtype.itemsize), dtype=torch.uint8, generator=generator) for n in splits]
+    x = [t.to(DEVICE).view(dtype) for t in raw]
+    for out in run(comms, lambda comm: comm.dispatch(x[comm.rank], splits=splits)):
+        assert out.dtype == dtype and torch.equal(out.view(torch.uint8).cpu(), torch.cat(raw))
+
+
+def test_a_dispatch_into_an_out_that_does_not_fit_is_refused(comms: list[Communicator]) -> None:
+    splits = (1,) * W
+    x = [torch.full((1, 16), float(r), device=DEVICE) for r in range(W)]
+    outs = [torch.empty(W, 16, device=DEVICE) for _ in range(W)]
+    short = torch.empty(W - 1, 16, device=DEVICE)
+
+    def call(comm: Communicator) -> torch.Tensor:
+        return comm.dispatch(x[comm.rank], splits=splits, out=outs[comm.rank])
+
+    run(comms, call)
+    run(comms, lambda comm: comm.barrier())
+    for comm in comms:
+        with torch.cuda.stream(comm.stream):
+            if comm.rank == 1:
+                with pytest.raises(ValueError, match=r"expected \(8, 16\)"):
+                    comm.dispatch(x[1], splits=splits, out=short)
+            else:
+                call(comm)
+    torch.cuda.synchronize()
+    for comm in comms:
+        with pytest.raises(bicomm.PeerRefused, match="rank 1: ValueError"):
+            comm.check()
+        comm.recover()
+    for out in run(comms, call, rehearse=False):
+        assert torch.equal(out, torch.cat(x))
+
+
 def test_a_refusal_reaches_the_others(comms: list[Communicator]) -> None:
     x = partials(16, 64)
     run(comms, lambda comm: comm.combine(x[comm.rank], "ordered"))

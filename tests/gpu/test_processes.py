@@ -6,9 +6,11 @@ On one GPU the processes take turns of some 20 ms at each barrier, so calls are 
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 
 import bicomm
@@ -73,7 +75,64 @@ def everything() -> dict[str, Any]:
     want = Contract("exact").sum([data(r, 24, 320, seed=2)[begin : begin + int(uneven[rank])] for r in range(size)])
     verdicts["graph"] = torch.equal(bits(out[: int(uneven[rank])].cpu()), bits(want))
     verdicts["untouched"] = bool(out[int(uneven[rank]) :].isnan().all())
+    # CUDA sets the GPU for each thread, and a new thread begins with GPU 0
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(lambda: comm.combine(x, "ordered")).result()
+    share = 24 // size
+    own = slice(rank * share, (rank + 1) * share)
+    want = Contract("ordered").sum([data(r, 24, 320, seed=2)[own] for r in range(size)])
+    verdicts["thread"] = torch.equal(bits(got.cpu()), bits(want))
     comm.close()
+    return verdicts
+
+
+def other_ways() -> dict[str, Any]:
+    """Rows by all-to-all (NCCL where each rank has a GPU of its own, else gloo), and communicators of parts."""
+    world = bicomm.init()
+    rank, size = world.rank, world.size
+    comm = bicomm.Communicator(mode="exact", share_memory=False, timeout=60.0)
+    verdicts: dict[str, Any] = {"plan": str(comm.plan())}
+    splits = (5, 0, 1, 9, 0, 2, 3, 20)[:size]
+    rows, mine = sum(splits), slice(sum(splits[:rank]), sum(splits[: rank + 1]))
+    for shares in (splits, (0,) * size):
+        own = mine if any(shares) else slice(0)
+        for mode in ("ordered", "exact", "fp64", "window(16,95,86)"):
+            x = data(rank, rows, 320)[: sum(shares)]
+            got = comm.combine(x.to(comm.device), mode, splits=shares)
+            want = comm.plan(mode).contract.sum([data(r, rows, 320)[own] for r in range(size)])
+            verdicts[f"{mode} {any(shares)}"] = torch.equal(bits(got.cpu()), bits(want))
+    got = comm.dispatch(data(rank, splits[rank] + 2, 7)[2:].to(comm.device).bfloat16())
+    verdicts["dispatch"] = torch.equal(
+        got.cpu(), torch.cat([data(r, splits[r] + 2, 7)[2:] for r in range(size)]).bfloat16()
+    )
+    verdicts["counts"] = comm.exchange_counts(rank).tolist() == list(range(size))
+    ranks = (torch.arange(12).view(4, 3) + rank) % size
+    slots = (torch.arange(12).view(4, 3) * 5) % 6
+    ranks[1, 2] = -1
+    weights = data(rank, 4, 3, seed=3)
+    some = slice(0 if rank == 1 else 4)  # rank 1 has no tokens
+    held = data(rank, 6, 320, seed=1).bfloat16().to(comm.device)
+    maps = [t[some].to(comm.device) for t in (slots, ranks, weights)]
+    got = comm.combine_rows(held, *maps)
+    table = torch.stack([data(r, 6, 320, seed=1).bfloat16().float() for r in range(size)])
+    addends = table[ranks.clamp(min=0), slots] * weights[:, :, None] * (ranks >= 0)[:, :, None]
+    verdicts["owner"] = torch.equal(bits(got.cpu()), bits(Contract("owner").sum(addends[some].transpose(0, 1))))
+    x = data(rank, 16, 8).to(comm.device).requires_grad_(rank != 1)  # rank 1 joins the others' backward pass
+    (comm.combine(x) * (rank + 1)).sum().backward()
+    want = torch.arange(1.0, size + 1).repeat_interleave(16 // size)[:, None].expand(16, 8)
+    verdicts["gradient"] = x.grad is None if rank == 1 else x.grad is not None and torch.equal(x.grad.cpu(), want)
+    comm.close()
+    halves = [dist.new_group(list(part)) for part in (range(size // 2), range(size // 2, size))]
+    mine_is = int(rank >= size // 2)
+    with_me = range(mine_is * (size // 2), size if mine_is else size // 2)
+    for share_memory in (True, False):
+        part = bicomm.Communicator(halves[mine_is], mode="ordered", timeout=60.0, share_memory=share_memory)
+        got = part.combine(data(rank, 16, 40).to(part.device))
+        share = 16 // part.size
+        own = slice(share * part.rank, share * (part.rank + 1))
+        want = Contract("ordered").sum([data(r, 16, 40)[own] for r in with_me])
+        verdicts[f"half, share_memory={share_memory}"] = torch.equal(bits(got.cpu()), bits(want))
+        part.close()
     return verdicts
 
 
@@ -111,6 +170,13 @@ def test_every_mode_graphs_uneven_tokens_and_owner() -> None:
         verdicts = result.value
         assert verdicts.pop("device").startswith("cuda")
         assert "symmetric memory" in verdicts.pop("plan")
+        assert all(verdicts.values()), (result.rank, verdicts)
+
+
+def test_all_to_all_and_communicators_of_parts() -> None:
+    for result in run_ranks(W, other_ways, launcher="spawn", timeout=400, env=ENVIRONMENT):
+        verdicts = result.value
+        assert "all-to-all" in verdicts.pop("plan")
         assert all(verdicts.values()), (result.rank, verdicts)
 
 
