@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
@@ -75,7 +76,7 @@ def table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
         number = all(isinstance(row.get(column, 0), int | float) for row in rows)
         printed.add_column(column, justify="right" if number else "left")
     for row in rows:
-        printed.add_row(*(_cell(row.get(column)) for column in columns))
+        printed.add_row(*(Text(_cell(row.get(column))) for column in columns))  # an error's [words] are no markup
     Console(width=None if sys.stdout.isatty() else 160).print(printed)
 
 

@@ -150,34 +150,39 @@ def _grid(title: str, *columns: str) -> Table:
     return table
 
 
+def _row(table: Table, *cells: str) -> None:
+    """A row of plain text: what an environment holds is no markup."""
+    table.add_row(*map(Text, cells))
+
+
 def _machine(found: dict[str, Any]) -> Table:
     table = _grid("Machine", "what", "is")
     host, told, shared, sockets = found["host"], found["versions"], found["shared_memory"], found["sockets"]
-    table.add_row("system", host["system"])
-    table.add_row("processor", f"{host['processor']}, {host['cores']} cores")
+    _row(table, "system", host["system"])
+    _row(table, "processor", f"{host['processor']}, {host['cores']} cores")
     for gpu in found["gpus"]:
-        table.add_row(f"GPU {gpu['index']}", f"{gpu['name']}, {gpu['memory_gib']} GiB, sm {gpu['capability']}")
-        table.add_row("  multicast", gpu["multicast"] or "supported; a group learns what the fabric grants")
+        _row(table, f"GPU {gpu['index']}", f"{gpu['name']}, {gpu['memory_gib']} GiB, sm {gpu['capability']}")
+        _row(table, "  multicast", gpu["multicast"] or "supported; a group learns what the fabric grants")
     if len(found["gpus"]) > 1:
         known = found["certificate"]
-        table.add_row("certificate", known["contract"] or known["reason"])
+        _row(table, "certificate", known["contract"] or known["reason"])
     if not found["gpus"]:
-        table.add_row("GPU", "none that torch sees")
+        _row(table, "GPU", "none that torch sees")
     names = {"python": "Python", "mpi": "MPI", "nccl": "NCCL", "cuda": "CUDA of torch", "driver": "GPU driver"}
     for name, version in told.items():
-        table.add_row(names.get(name, name), version or "-")
-    table.add_row(shared["path"], shared["problem"] or f"{_gib(shared['free'])} free of {_gib(shared['size'])}")
-    table.add_row("TMPDIR", sockets["problem"] or f"{sockets['tmpdir']}, short enough for unix sockets")
-    table.add_row("file handles", found["file_handles"] or "can be passed between processes (pidfd_getfd)")
+        _row(table, names.get(name, name), version or "-")
+    _row(table, shared["path"], shared["problem"] or f"{_gib(shared['free'])} free of {_gib(shared['size'])}")
+    _row(table, "TMPDIR", sockets["problem"] or f"{sockets['tmpdir']}, short enough for unix sockets")
+    _row(table, "file handles", found["file_handles"] or "can be passed between processes (pidfd_getfd)")
     start = found["launcher"]
-    table.add_row("started by", start["problem"] or f"{start['name']}, rank {start['rank']} of {start['size']}")
+    _row(table, "started by", start["problem"] or f"{start['name']}, rank {start['rank']} of {start['size']}")
     return table
 
 
 def _peers(matrix: list[list[bool]]) -> Table:
     table = _grid("Peer access: can the GPU of the row read that of the column?", "", *map(str, range(len(matrix))))
     for index, row in enumerate(matrix):
-        table.add_row(str(index), *("yes" if can else "no" for can in row))
+        _row(table, str(index), *("yes" if can else "no" for can in row))
     return table
 
 
@@ -187,17 +192,17 @@ def _bits(found: dict[str, Any]) -> Table:
     table = _grid("What changes bits", "setting", "value", "effect")
     numbers = found["numbers"]
     flushed = "flushed to zero" if numbers["flush_denormal"] else "kept"
-    table.add_row("subnormals", flushed, "contracts keep them")
-    table.add_row("fp32 products", numbers["float32_matmul_precision"], "other than highest: TF32 or bf16 inside")
+    _row(table, "subnormals", flushed, "contracts keep them")
+    _row(table, "fp32 products", numbers["float32_matmul_precision"], "other than highest: TF32 or bf16 inside")
     reduced = "allowed" if numbers["bf16_reduced_precision_reduction"] else "no"
-    table.add_row("bf16 split-K sums", reduced, "cuBLAS may add its parts in bf16")
-    table.add_row("threads", str(numbers["threads"]), "CPU sums and products split by thread")
+    _row(table, "bf16 split-K sums", reduced, "cuBLAS may add its parts in bf16")
+    _row(table, "threads", str(numbers["threads"]), "CPU sums and products split by thread")
     for name, effect in VARIABLES.items():
         if name in found["environment"]:
-            table.add_row(name, found["environment"][name], effect)
+            _row(table, name, found["environment"][name], effect)
     unset = [name for name in VARIABLES if name not in found["environment"]]
     if unset:
-        table.add_row("not set", "", ", ".join(unset))
+        _row(table, "not set", "", ", ".join(unset))
     return table
 
 
@@ -205,7 +210,7 @@ def _executors(rows: list[dict[str, Any]]) -> Table:
     table = _grid("Executors", "mode", "contract", "executor, and why not a faster one")
     for row in rows:
         lines = [row["executor"], *(f"not {reason}" for reason in row["not"])]
-        table.add_row(row["mode"], row["contract"], "\n".join(lines))
+        _row(table, row["mode"], row["contract"], "\n".join(lines))
     return table
 
 

@@ -109,6 +109,8 @@ EXAMPLE = {
         (change(versions={"torch": 2}), "'versions'"),
         (change(versions={"torch": "2" * 3000}), "'versions'"),
         (change(also="window"), "'also'"),
+        (change(variant="\x1b[31m"), "'variant'"),  # a terminal would obey it
+        (change(variant="\ud800"), "'variant'"),  # and this cannot be printed
         (change(observed=None), "'observed'"),
     ],
 )
@@ -183,6 +185,8 @@ def test_show(exact: Certificate, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     empty = CliRunner().invoke(app, ["show"])
     assert empty.exit_code == 1
     assert f"no certificates in {tmp_path}" in empty.stderr
+    nowhere = CliRunner().invoke(app, ["show"], env={"BICOMM_CERTIFICATES": "x" * 300})
+    assert nowhere.exit_code == 1 and isinstance(nowhere.exception, SystemExit)
     write(exact, tmp_path / "fabric-a-w3.json")
     shown = CliRunner().invoke(app, ["show"])
     assert shown.exit_code == 0
@@ -195,6 +199,12 @@ def test_show(exact: Certificate, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "200",
     ):
         assert part in words
+    odd = copy.deepcopy(exact.record)
+    odd["families"][0]["name"] = "[/red]"
+    odd["examples"]["fp64"]["variant"] = "[/blue]"
+    write(Certificate(odd), tmp_path / "odd.json")
+    assert "[/red]" in (told := CliRunner().invoke(app, ["show", str(tmp_path / "odd.json")]).stdout)
+    assert "[/blue]" in told
     (tmp_path / "fabric-b-w3.json").write_text("{}")
     both = CliRunner().invoke(app, ["show", "--json"])
     assert both.exit_code == 1

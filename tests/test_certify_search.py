@@ -48,6 +48,13 @@ def test_other_windows_are_certified_as_they_are(parameters: tuple[int, int, int
     assert result.contract == Contract("window", parameters).id
 
 
+@pytest.mark.parametrize(("parameters", "world"), [((2, 271, 231), 4), ((24, 261, 241), 4), ((4, 257, 177), 3)])
+def test_a_depth_that_random_columns_hardly_show_is_found(parameters: tuple[int, int, int], world: int) -> None:
+    reduction: Any = lambda x, rank, call, blocks, alignment: window(x, *parameters)  # noqa: E731
+    result = measure(Emulated("w", world, reduction), channels=50)
+    assert result.contract == Contract("window", parameters).id
+
+
 def test_a_window_that_loses_nothing_is_exact() -> None:
     result = measure(Emulated("w", 4, lambda x, rank, call, blocks, alignment: window(x, 5, 512, 512)), channels=500)
     assert (result.verdict, result.contract, result.search) == ("exact", "exact/1", "no window: nothing is dropped")

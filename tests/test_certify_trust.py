@@ -81,6 +81,8 @@ def test_a_short_or_blemished_measurement_is_not_trusted(record: dict[str, Any],
     assert "saw 0 channels of family 'specials'" in trust.find(MACHINE, 3, tmp_path).reason
     keep(record, tmp_path, families=[{**f, "mismatches": 2} for f in record["families"]])
     assert "counts 2 mismatches in family 'normal'" in trust.find(MACHINE, 3, tmp_path).reason
+    keep(record, tmp_path, varies=["call"])
+    assert "says that one sum changed by call" in trust.find(MACHINE, 3, tmp_path).reason
     keep(record, tmp_path, fabric="emulated:window", machine=[])
     assert "is of an emulation (emulated:window)" in trust.find(MACHINE, 3, tmp_path).reason
     path = path_for(trust.sorted_machine(MACHINE), 3, tmp_path)

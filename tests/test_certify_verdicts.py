@@ -98,12 +98,59 @@ def test_the_installed_command(tmp_path: Path) -> None:
         (["--emulate", "exact", "--channels", "0"], "--channels"),
         (["--emulate", "exact", "--channels", "5", "--full"], "leave out --channels"),
         (["--emulate", "exact", "--world-size", "1"], "--world-size"),
+        (["--emulate", "exact", "--seed", str(2**63)], "--seed"),
     ],
 )
 def test_bad_arguments(arguments: list[str], says: str) -> None:
     ran = CliRunner().invoke(app, ["fabric", *arguments])
     assert ran.exit_code == 2
     assert says in " ".join(ran.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    "names", [("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")]
+)
+def test_one_process_of_a_launcher_measures_an_emulation(names: tuple[str, str], tmp_path: Path) -> None:
+    """The launcher ends with its exit code, and standard output is one JSON object."""
+    out = tmp_path / "certificate.json"
+    told = []
+    for rank in ("0", "1"):
+        variables = {**dict(zip(names, (rank, "2"), strict=True)), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+        arguments = ["fabric", "--emulate", "chain", "--json", "--channels", "10", "--out", str(out)]
+        ran = CliRunner().invoke(app, arguments, env=variables)
+        told.append((ran.exit_code, ran.stdout))
+        assert out.exists() == (rank == "0")
+        out.unlink(missing_ok=True)
+    assert told[0][0] == 1 and json.loads(told[0][1])["verdict"] == "chain"
+    assert told[1] == (0, "")
+
+
+def test_what_was_measured_is_printed_where_it_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for out, why in ((tmp_path / "file" / "x.json", "File exists"), (tmp_path, "Is a directory")):
+        arguments = ["fabric", "--emulate", "exact", "--json", "--channels", "10", "--out", str(out)]
+        ran = CliRunner().invoke(app, arguments)
+        assert (ran.exit_code, json.loads(ran.stdout)["verdict"]) == (1, "exact")
+        assert ran.stderr.splitlines()[-1] == f"the certificate cannot be written to {out}: {why}"
+
+
+def test_no_rank_of_a_switch_leaves_before_all_have_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A launcher ends every rank when the first one fails: with a verdict of no trust, all of them do."""
+    monkeypatch.setenv("BICOMM_CERTIFICATES", str(tmp_path))
+    met = []
+
+    class Fake(Emulated):
+        rank = local_rank = 0
+        machine: list[dict[str, str]] = []  # noqa: RUF012
+
+        def gather(self, mine: Any) -> list[Any]:
+            met.append((mine, len(list(tmp_path.glob("*.json")))))
+            return [mine]
+
+    monkeypatch.setattr("bicomm.certify.hardware.open_switch", lambda: Fake("test", 3, EMULATIONS["chain"]))
+    assert CliRunner().invoke(app, ["fabric", "--json", "--channels", "10"]).exit_code == 1
+    assert len(met) == 2  # first the measurement's own reports
+    assert met[-1] == (True, 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

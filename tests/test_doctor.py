@@ -65,6 +65,14 @@ def test_tables_fit_80_columns_and_lose_nothing(here: dict[str, Any]) -> None:
     assert "Peer access" in text and "H200" in text
 
 
+def test_what_the_environment_holds_is_no_markup(here: dict[str, Any]) -> None:
+    found = copy.deepcopy(here)
+    found["environment"]["NCCL_ALGO"] = "[/red]:smile:"
+    found["launcher"]["problem"] = "RANK='[bold]' is no number"
+    text = _printed(found)
+    assert "[/red]:smile:" in text and "RANK='[bold]' is no number" in text
+
+
 def test_executors_follow_what_the_gpus_can_do(here: dict[str, Any]) -> None:
     found = _many_gpus(here, 4, "TORCH_SYMM_MEM_DISABLE_MULTICAST is set")
     rows = {row["mode"]: row for row in doctor.executors(found)}

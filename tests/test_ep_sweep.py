@@ -18,6 +18,8 @@ import bicomm
 
 sys.path.insert(0, str(ROOT / "bench"))
 
+import common
+
 import ep_bytes
 import ep_operands
 import ep_plot
@@ -149,6 +151,11 @@ def test_the_peers_of_a_local_world_sum_what_the_ranks_hold() -> None:
             assert ep_sweep._wrong(stage, at, series, comm.rank, False) == 0
             series.result[comm.rank].zero_()
             assert ep_sweep._wrong(stage, at, series, comm.rank, False) > 0
+
+
+def test_an_error_in_a_table_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    common.table("t", [{"name": "NCCL", "error": "[/gloo/pair.cc:534] Connection closed"}])
+    assert "[/gloo/pair.cc:534] Connection closed" in capsys.readouterr().out
 
 
 def test_one_rank_on_a_cpu_is_told_what_to_run() -> None:

@@ -160,7 +160,7 @@ def _object(what: str, value: Any, fields: dict[str, Callable[[Any], bool]]) -> 
 
 
 def _text(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= 2000
+    return isinstance(value, str) and len(value) <= 2000 and value.isprintable()  # `show` prints it: no escapes
 
 
 def _texts(value: Any) -> bool:

@@ -8,9 +8,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from bicomm.certify.certificate import Certificate
 
 # The names of emulate.EMULATIONS, whose import costs that of torch.
 NAMES = ("exact", "window", "window2", "fp64", "chain", "rotated", "tree", "truncating", "ftz", "flaky")
@@ -34,13 +37,13 @@ def fabric(
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="50 million channels per family instead of 16.8.")] = False,
     world_size: Annotated[int, typer.Option(min=2, help="Ranks of an emulation.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the inputs.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Also write the certificate to this file.")] = None,
 ) -> None:
     """Find out how the NVLink switch adds. Exit code 0: under a contract that NVLS may run under.
 
     Run it under torchrun, one process a GPU. The certificate of a switch is kept where bicomm looks for it; that of
-    an emulation is only printed (and written to --out).
+    an emulation is only printed (and written to --out), by one process, whoever started others beside it.
     """
     from bicomm.certify.measure import CHANNELS, FULL_CHANNELS
 
@@ -62,10 +65,24 @@ def _measure_emulation(name: str, world: int, channels: int, seed: int, as_json:
         chosen = emulated(name, world)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--emulate") from error
-    first = os.environ.get("RANK", "0") == "0"
-    with progress(channels, first) as advance:
+    if not _is_first():
+        return
+    with progress(channels, True) as advance:
         result = measure(chosen, channels=channels, seed=seed, progress=advance)
-    _finish(certify(result, chosen.name, [], world, seed), as_json, [out] if out and first else [], quiet=not first)
+    certificate = certify(result, chosen.name, [], world, seed)
+    kept = _tell(certificate, as_json, [out] if out else [])
+    raise typer.Exit(0 if kept and certificate.trusted_class else 1)
+
+
+def _is_first() -> bool:
+    """Is this rank 0 of its launcher, or a process that no launcher started?"""
+    from bicomm.errors import LaunchError
+    from bicomm.ranks.launchers import detect
+
+    try:
+        return detect(os.environ).rank == 0
+    except LaunchError:  # some variables of a launcher are left over
+        return True
 
 
 def _measure_switch(channels: int, seed: int, as_json: bool, out: Path | None) -> None:
@@ -88,8 +105,10 @@ def _measure_switch(channels: int, seed: int, as_json: bool, out: Path | None) -
     paths = [path_for(switch.machine, switch.world_size)] if keep else []
     if out and first:
         paths.append(out)
+    # A launcher ends every rank when the first one fails, so none leaves before all have printed and written.
+    kept = all(switch.gather(_tell(certificate, as_json, paths, quiet=not first)))
     bicomm.shutdown()
-    _finish(certificate, as_json, paths, quiet=not first)
+    raise typer.Exit(0 if kept and certificate.trusted_class else 1)
 
 
 def _say_once(text: str) -> None:
@@ -109,25 +128,30 @@ def _say_once(text: str) -> None:
     bicomm.shutdown()
 
 
-def _finish(certificate: object, as_json: bool, paths: list[Path], quiet: bool = False) -> None:
-    from bicomm.certify.certificate import Certificate, write
+def _tell(certificate: Certificate, as_json: bool, paths: list[Path], quiet: bool = False) -> bool:
+    """Print it, then write it; False where it could not be written, which must not lose what was measured."""
+    from bicomm.certify.certificate import write
 
-    assert isinstance(certificate, Certificate)
-    for path in paths:
-        write(certificate, path)
-        print(f"certificate: {path}", file=sys.stderr)
     if not quiet:
         _print(certificate, as_json)
-    raise typer.Exit(0 if certificate.trusted_class else 1)
+        sys.stdout.flush()
+    kept = True
+    for path in paths:
+        try:
+            write(certificate, path)
+        except OSError as error:
+            kept = False
+            print(f"the certificate cannot be written to {path}: {error.strerror or error}", file=sys.stderr)
+        else:
+            print(f"certificate: {path}", file=sys.stderr)
+    return kept
 
 
-def _print(certificate: object, as_json: bool) -> None:
+def _print(certificate: Certificate, as_json: bool) -> None:
     from rich.console import Console
 
-    from bicomm.certify.certificate import Certificate
     from bicomm.certify.report import describe
 
-    assert isinstance(certificate, Certificate)
     if as_json:
         print(json.dumps(certificate.record, indent=1))
     else:
@@ -168,7 +192,11 @@ def show(
     """Show certificates. Exit code 1 where there is none, or one cannot be read."""
     from bicomm.certify.certificate import directory, read
 
-    paths = [path] if path else sorted(directory().glob("fabric-*.json"))
+    try:
+        paths = [path] if path else sorted(directory().glob("fabric-*.json"))
+    except OSError as error:
+        print(f"{directory()}: {error.strerror or error}", file=sys.stderr)
+        raise typer.Exit(1) from error
     if not paths:
         print(f"no certificates in {directory()}", file=sys.stderr)
         raise typer.Exit(1)

@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 from bicomm.certify.candidates import Candidate, candidates, finish
 from bicomm.certify.fabric import ALIGNMENTS, BLOCKS, Fabric
 from bicomm.certify.families import FAMILIES
-from bicomm.certify.search import fit_steps, fit_window, smallest_survivors, staircase
+from bicomm.certify.search import dust, fit_steps, fit_window, smallest_survivors, staircase
 from bicomm.certify.verdict import Result, merge
 from bicomm.contract import Contract
 
@@ -168,14 +168,15 @@ class _Run:
         self.observed["nan"] = ", ".join(sorted(set(hexadecimal(read[torch.isnan(read)])))[:8])
 
     def find_windows(self, reads: Reads) -> list[Contract]:
-        """The windows that predict all reads so far; the staircase that they are searched with joins these reads."""
+        """The windows that predict all reads so far; the columns that they are searched with join these reads."""
         world, first = self.fabric.world_size, self.fabric.readers[0]
         if world < 3:
             self.search = "two addends: no window can be told from an exact sum"
             return []
         x = staircase(world, self.fabric.device)
         read = self.read(x, first)
-        reads.append(("staircase", x, [(first, read)]))
+        deep = dust(world, self.fabric.device)
+        reads += [("staircase", x, [(first, read)]), ("dust", deep, [(first, self.read(deep, first))])]
         survivors = smallest_survivors(read)
         if isinstance(survivors, str):
             self.search = f"no window: {survivors}"

@@ -80,7 +80,7 @@ def _families(families: Sequence[dict[str, object]]) -> Table:
     for name, side in (("family", "left"), ("channels", "right"), ("mismatches", "right")):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     for family in families:
-        table.add_row(str(family["name"]), f"{family['channels']:,}", f"{family['mismatches']:,}")
+        table.add_row(Text(str(family["name"])), f"{family['channels']:,}", f"{family['mismatches']:,}")
     return table
 
 
@@ -91,5 +91,5 @@ def _examples(certificate: Certificate) -> list[Table]:
     for name, example in certificate.record["examples"].items():
         if example is not None:
             label = f"{name} ({example['variant']}; {example['family']}, rank {example['rank']})"
-            table.add_row(label, " ".join(example["addends"]), example["got"], example["expected"])
+            table.add_row(Text(label), " ".join(example["addends"]), example["got"], example["expected"])
     return [table] if table.row_count else []

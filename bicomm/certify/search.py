@@ -1,8 +1,9 @@
 """Find the parameters of a fixed-point window from what a fabric returns, without assuming any of them.
 
 Columns (2**e, -2**e, 2**(e - k)) leave 2**(e - k), or +0 where a window drops it. The smallest survivor for each e is
-a staircase, g * ceil(e / g) - s: its steps give g and s. Every t from s upwards is then held against all data read so
-far; those that remain predict every one of these bits.
+a staircase, g * ceil(e / g) - s: its steps give g and s. Columns (2**127, 2**103, 2**d) are a tie that the smallest of
+the three decides, or does not where a window cuts it off: d tells t from its neighbours. Every t from s upwards is held
+against all data read so far; those that remain predict every one of these bits.
 """
 
 from __future__ import annotations
@@ -33,6 +34,21 @@ def staircase(world: int, device: torch.device) -> Tensor:
     x[start, columns] = large
     x[(start + 1) % world, columns] = -large
     x[(start + 2) % world, columns] = power(low)
+    return x
+
+
+def dust(world: int, device: torch.device) -> Tensor:
+    """The columns that t shows in, fp32 [W, N]: dealt to changing ranks, both signs of each.
+
+    At the largest exponent the window lies highest, so a t that cuts anything off anywhere cuts here.
+    """
+    d = torch.arange(LOWEST, 103, dtype=torch.int32, device=device).repeat(2)
+    columns = torch.arange(len(d), device=device)
+    sign = torch.where(columns < len(d) // 2, 1.0, -1.0)
+    x = torch.zeros(world, len(d), device=device)
+    x[columns % world, columns] = sign * 2.0**127
+    x[(columns + 1) % world, columns] = sign * 2.0**103
+    x[(columns + 2) % world, columns] = sign * power(d)
     return x
 
 
@@ -82,7 +98,8 @@ def fit_window(steps: Sequence[tuple[int, int]], batches: Sequence[tuple[Tensor,
 
     Where t is so large that nothing is ever truncated, all larger ones are the same function.
     """
-    short = [(addends[:, :512], read[:512]) for addends, read in batches]  # most t go at the first few columns
+    # Most t go at the first few columns, and those of `dust`, which were read last, tell most.
+    short = [(addends[:, :512], read[:512]) for addends, read in reversed(batches)]
 
     def fits(g: int, t: int, s: int) -> bool:
         return all(

@@ -67,6 +67,8 @@ def objection(found: certificate.Certificate, machine: Sequence[dict[str, str]],
         return (
             f"the switch was measured as {record['verdict']!r} ({record['variant']}), which no contract of NVLS allows"
         )
+    if record["varies"]:
+        return f"the certificate says that one sum changed by {', '.join(record['varies'])}"
     seen = {family["name"]: family for family in record["families"]}
     for name in FAMILIES:
         if name not in seen or seen[name]["channels"] < CHANNELS:
