@@ -46,7 +46,9 @@ def share(group: dist.ProcessGroup, device: torch.device, local: Tensor) -> Symm
     # A tensor may lie anywhere in its allocation; the same distance holds on every rank.
     inside = local.data_ptr() - handle.buffer_ptrs[handle.rank]
     addresses = torch.tensor([p + inside for p in handle.buffer_ptrs], dtype=torch.int64, device=device)
-    multicast = handle.multicast_ptr + inside if handle.multicast_ptr else 0
+    # torch's multicast address has its own offset in it; the peers' addresses have not.
+    offset = getattr(handle, "offset", 0)
+    multicast = handle.multicast_ptr + inside - offset if handle.multicast_ptr else 0
     return SymmetricBuffer(local=local, addresses=addresses, multicast=multicast, owner=handle)
 
 
