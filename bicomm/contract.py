@@ -20,6 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from bicomm.as_written import as_written, needs_gradient, rounded_sum
+
 Addends = Sequence[Tensor] | Tensor
 Rule = Literal["ordered", "exact", "window", "owner", "fp64"]
 
@@ -175,34 +177,48 @@ def round_output(x: Tensor, out: Tensor | None, out_dtype: torch.dtype) -> Tenso
 
 def _by_chunks(addends: Addends, reduce: Callable[[Tensor], Tensor]) -> Tensor:
     """RN32 of `reduce` over fp64 copies [N, n] of the addends, n columns at a time."""
+
+    def run(rows: list[Tensor]) -> Tensor:
+        flat = [row.reshape(-1) for row in rows]
+        out = torch.empty(rows[0].shape, dtype=torch.float32, device=rows[0].device)
+        result = out.view(-1)
+        step = _CHUNK.get(out.device.type, 1 << 22)
+        for start in range(0, out.numel(), step):
+            stop = min(start + step, out.numel())
+            x = torch.empty(len(flat), stop - start, dtype=torch.float64, device=out.device)
+            for i, row in enumerate(flat):
+                x[i].copy_(row[start:stop])
+            result[start:stop].copy_(reduce(x)).add_(0.0)  # -0 becomes +0
+        return out
+
+    return _summed(addends, run)
+
+
+def _summed(addends: Addends, run: Callable[[list[Tensor]], Tensor]) -> Tensor:
     rows = _checked(addends)
     _refuse_flushed_subnormals(rows[0].device)
-    flat = [row.reshape(-1) for row in rows]
-    out = torch.empty(flat[0].shape, dtype=torch.float32, device=flat[0].device)
-    step = _CHUNK.get(out.device.type, 1 << 22)
-    for start in range(0, out.numel(), step):
-        stop = min(start + step, out.numel())
-        x = torch.empty(len(flat), stop - start, dtype=torch.float64, device=out.device)
-        for i, row in enumerate(flat):
-            x[i].copy_(row[start:stop])
-        out[start:stop].copy_(reduce(x)).add_(0.0)  # -0 becomes +0
-    return canonical_nan_(out).view(rows[0].shape)
+    return rounded_sum(lambda: canonical_nan_(run(rows)), *rows)
 
 
+@as_written
 def ordered(addends: Addends) -> Tensor:
     """acc = +0; for r = 0..N-1: acc = RN32(acc + addend_r).
 
-    addends: N tensors of one shape (fp32, bf16 or fp16), or one tensor [N, ...]. Returns fp32 of that shape.
+    addends: N tensors of one shape (fp32, bf16 or fp16), or one tensor [N, ...]. Returns fp32 of that shape. Every
+    addend's gradient is the result's, cast to its type: roundings count as the identity.
     Raises TypeError for another dtype, ValueError for no addends or unequal shapes.
     """
-    rows = _checked(addends)
-    _refuse_flushed_subnormals(rows[0].device)
-    out = rows[0].to(torch.float32) + 0.0
-    for row in rows[1:]:
-        out += row
-    return canonical_nan_(out)
+
+    def chain(rows: list[Tensor]) -> Tensor:
+        out = rows[0].to(torch.float32) + 0.0
+        for row in rows[1:]:
+            out += row
+        return out
+
+    return _summed(addends, chain)
 
 
+@as_written
 def exact(addends: Addends) -> Tensor:
     """RN32(addend_0 + ... + addend_{N-1}): one rounding of the exact real sum. Arguments as for :func:`ordered`.
 
@@ -211,6 +227,7 @@ def exact(addends: Addends) -> Tensor:
     return _by_chunks(addends, _exact_f64)
 
 
+@as_written
 def window(addends: Addends, g: int, t: int, s: int) -> Tensor:
     """The exact sum seen through a fixed-point window. Arguments as for :func:`ordered`, special values as `exact`.
 
@@ -222,11 +239,13 @@ def window(addends: Addends, g: int, t: int, s: int) -> Tensor:
     return _by_chunks(addends, lambda x: _window_f64(x, g, t, s))
 
 
+@as_written
 def owner(addends: Addends) -> Tensor:
     """RN32 of the exact sum of one token's expert rows: :func:`exact`, where an addend is a row of a top-k slot."""
     return exact(addends)
 
 
+@as_written
 def fp64(addends: Addends) -> Tensor:
     """acc = +0 in fp64; for r = 0..N-1: acc = acc + addend_r; one rounding to fp32. Arguments as for `ordered`.
 
@@ -317,7 +336,10 @@ class Contract:
     partial: Partial | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "parameters", tuple(self.parameters))  # a list would make it unequal and unhashable
+        try:  # a list would make it unequal and unhashable
+            object.__setattr__(self, "parameters", tuple(self.parameters))
+        except TypeError:
+            raise TypeError(f"a contract's parameters are a tuple of integers, got {self.parameters!r}") from None
         if self.rule not in RULES:
             raise ValueError(f"unknown rule {self.rule!r}: contracts are {', '.join(RULES)}")
         if self.rule == "window":
@@ -339,12 +361,15 @@ class Contract:
         """The same rule without a tree within the rank: what a combine compares."""
         return self if self.partial is None else dataclasses.replace(self, partial=None)
 
+    @as_written
     def sum(self, addends: Addends, *, out: Tensor | None = None, out_dtype: torch.dtype = torch.float32) -> Tensor:
         """The contract's sum of N addends of one shape: fp32, or rounded once more to bf16 on request.
 
         addends: N tensors, or one tensor [N, ...]; fp32 (bf16 and fp16 are widened). out: where to put the result;
-        its dtype, fp32 or bf16, decides. Not differentiable.
+        its dtype, fp32 or bf16, decides. Gradients as for :func:`ordered`; ValueError for `out` where one is asked for.
         """
+        if out is not None and needs_gradient(_checked(addends)):
+            raise ValueError("out= cannot be used with gradients: the result is a new tensor")
         total = window(addends, *self.parameters) if self.rule == "window" else _FUNCTIONS[self.rule](addends)
         return total if out is None and out_dtype == torch.float32 else round_output(total, out, out_dtype)
 
@@ -359,12 +384,15 @@ class Contract:
 
     @classmethod
     def from_json(cls, text: str) -> Contract:
-        """Read what `json()` wrote. Raises ValueError for anything else, naming the part that is wrong."""
+        """Read what `json()` wrote. Raises ValueError for other text, naming the part that is wrong."""
+        if not isinstance(text, str | bytes):
+            raise TypeError(f"expected the text that Contract.json() gave, got {type(text).__name__}")
         try:
-            record = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"a contract is a JSON object, got {text[:80]!r}") from error
-        if not isinstance(record, dict) or record.get("version") != 1 or record["version"] is True:
+            record = json.loads(text, object_pairs_hook=_without_repeats)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"a contract is a JSON object, got {text[:80]!r} ({error})") from error
+        version = record.get("version") if isinstance(record, dict) else None
+        if type(version) is not int or version != 1:
             raise ValueError(f"expected a contract object of version 1, got {text[:120]!r}")
         unknown = set(record) - {"rule", "version", "parameters", "partial"}
         if unknown:
@@ -372,26 +400,45 @@ class Contract:
         partial, parameters = record.get("partial"), record.get("parameters", [])
         if not isinstance(parameters, list) or not (partial is None or isinstance(partial, dict)):
             raise ValueError(f"'parameters' is a list and 'partial' an object in a contract, got {text[:120]!r}")
-        if partial is not None and set(partial) - set(_PARTIAL_VALUES):
+        if partial is None:
+            return cls(record.get("rule", ""), tuple(parameters))
+        if set(partial) - set(_PARTIAL_VALUES):
             raise ValueError(f"unknown keys in 'partial': {', '.join(sorted(set(partial) - set(_PARTIAL_VALUES)))}")
-        return cls(record.get("rule", ""), tuple(parameters), None if partial is None else Partial(**partial))
+        tree = Partial(**partial)
+        if set(_PARTIAL_VALUES) - set(partial):  # a default here would be a guess at what the engine did
+            raise ValueError(f"'partial' does not say: {', '.join(sorted(set(_PARTIAL_VALUES) - set(partial)))}")
+        return cls(record.get("rule", ""), tuple(parameters), tree)
 
     @classmethod
     def parse(cls, text: str) -> Contract:
         """Read an id, or the short name of a rule or preset: `exact`, `window(16,95,86)`, `ordered/1+slot-.../1`."""
         from bicomm.presets import PRESETS, partial_named
 
+        if not isinstance(text, str):
+            raise TypeError(f"a contract's id is a string, got {type(text).__name__}")
+        text = text.strip()
         if text in PRESETS:
             return PRESETS[text]
-        match = re.fullmatch(r"([a-z0-9]+)(?:\(([0-9, ]+)\))?(?:/1)?(?:\+(.+))?", text.strip())
+        match = re.fullmatch(r"([a-z0-9]+)(?:\((" + _NUMBERS + r")\))?(?:/1)?(?:\+(.+))?", text)
         if match is None or match[1] not in RULES:
-            raise ValueError(f"unknown contract {text!r}: expected one of {', '.join(RULES)}, an id, or a preset")
+            raise ValueError(f"unknown contract {text[:80]!r}: expected one of {', '.join(RULES)}, an id, or a preset")
         parameters = tuple(int(p) for p in match[2].split(",")) if match[2] else ()
         rule: Rule = match[1]
         return cls(rule, parameters, partial_named(match[3]) if match[3] else None)
 
     def __str__(self) -> str:
         return self.id
+
+
+_NUMBERS = r" *[0-9]{1,9} *(?:, *[0-9]{1,9} *)*"
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    repeated = {name for name in names if names.count(name) > 1}
+    if repeated:
+        raise ValueError(f"said more than once: {', '.join(sorted(repeated))}")
+    return dict(pairs)
 
 
 _FUNCTIONS: dict[str, Callable[[Addends], Tensor]] = {"ordered": ordered, "exact": exact, "owner": owner, "fp64": fp64}

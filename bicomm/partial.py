@@ -9,21 +9,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bicomm.as_written import as_written, rounded_sum
 from bicomm.contract import Partial, _add_round_to_odd, canonical_nan_, exact
 
 
+@as_written
 def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """RN32(a * b + c) with one rounding, for fp32 tensors (bf16 and fp16 are widened) that broadcast. Returns fp32.
 
     The product of two fp32 numbers is exact in fp64; its sum with c is rounded to odd there, which keeps the rounding
-    to fp32 from being a second one (53 bits are more than 24 + 2).
+    to fp32 from being a second one (53 bits are more than 24 + 2). In the backward pass it counts as the identity.
     """
     product, addend = torch.broadcast_tensors(a.double() * b.double(), c.double())
-    plain = product + addend
-    total = _add_round_to_odd(product, addend)
-    return torch.where(torch.isfinite(plain), total, plain).float()
+
+    def run() -> Tensor:
+        plain = product + addend
+        total = _add_round_to_odd(product, addend)
+        return torch.where(torch.isfinite(plain), total, plain).float()
+
+    return rounded_sum(run, product, addend)
 
 
+@as_written
 def weighted(rows: Tensor, weights: Tensor, tree: Partial) -> Tensor:
     """The addends weight * row of a tree that weighs in the combine: fp32, the product rounded as `tree` says.
 
@@ -32,13 +39,18 @@ def weighted(rows: Tensor, weights: Tensor, tree: Partial) -> Tensor:
     """
     scale = _rounded_weight(weights, tree).unsqueeze(-1)
     product = scale * rows.float()
-    return product.bfloat16().float() if tree.product == "bf16" else product
+    return _through_bf16(product) if tree.product == "bf16" else product
 
 
 def _rounded_weight(weights: Tensor, tree: Partial) -> Tensor:
-    return weights.bfloat16().float() if tree.weight == "bf16" else weights.float()
+    return _through_bf16(weights.float()) if tree.weight == "bf16" else weights.float()
 
 
+def _through_bf16(x: Tensor) -> Tensor:
+    return rounded_sum(lambda: x.bfloat16().float(), x)
+
+
+@as_written
 def partial_sum(
     addends: Tensor, tree: Partial, *, present: Tensor | None = None, weights: Tensor | None = None
 ) -> Tensor:
@@ -69,7 +81,7 @@ def partial_sum(
         else:
             total = acc + addends[i]  # in acc's type: bf16 and fp32 addends widen without loss
             if tree.accumulator == "bf16":
-                total = total.bfloat16().float()
+                total = _through_bf16(total)
         acc = total if mask is None else torch.where(mask[i], total, acc)
     return canonical_nan_(acc.to(torch.float32) + 0.0)
 

@@ -87,15 +87,33 @@ def test_short_names_are_read() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "multimem", "Exact", "exact/2", "exact/1/1", "exact()", "exact(1)", "window", "window()", "window(16,95)",
+    ["window(" + "1" * 5000 + ",95,86)", "", "multimem", "Exact", "exact/2", "window(16 95, 86)",
+     "window(1e1,95,86)", "exact/1/1", "exact()", "exact(1)", "window", "window()", "window(16,95)",
      "window(16,95,86,1)", "window(16,,86)", "window(16,95,86", "window(0,95,86)", "window(16,86,95)",
      "window(16,513,86)", "window(-1,95,86)", "exact/1+", "exact/1+nobody/1", "exact/1+slot-fp16-activation/1",
      "exact/1+slot-fp64-combine-fma-fp32/1", "exact/1+slot-fp64-activation-bf16-fp32/1", "exact\nordered",
      "megatron-vllm-swiglu/1", "window(١٦,95,86)"],
 )  # fmt: skip
 def test_other_text_is_refused(text: str) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(
+        ValueError, match=r"unknown (contract|tree)|takes no parameters|window|Partial|product"
+    ) as caught:
         Contract.parse(text)
+    assert len(str(caught.value)) < 500
+
+
+def test_what_is_no_text_is_told_so() -> None:
+    for wrong in (None, EXACT, ["exact"], 3, b"exact"):
+        with pytest.raises(TypeError, match=f"id is a string, got {type(wrong).__name__}"):
+            Contract.parse(wrong)  # type: ignore[arg-type]
+    for wrong in (None, EXACT, json.loads(EXACT.json())):
+        with pytest.raises(TypeError, match=rf"Contract.json\(\) gave, got {type(wrong).__name__}"):
+            Contract.from_json(wrong)  # type: ignore[arg-type]
+    for wrong in (16, None):
+        with pytest.raises(TypeError, match=f"a tuple of integers, got {wrong}"):
+            Contract("window", wrong)  # type: ignore[arg-type]
+    assert Contract.parse("  owner\n") == Contract.parse(" owner/1 ") == OWNER
+    assert Contract.parse(" megatron-deepgemm ") == PRESETS["megatron-deepgemm"]
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
@@ -111,6 +129,11 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         ("", "JSON object"), ("exact", "JSON object"), ("[]", "version 1"), ("null", "version 1"), ("{}", "version 1"),
         ('{"rule": "exact"}', "version 1"), ('{"rule": "exact", "version": 2}', "version 1"),
         ('{"rule": "exact", "version": "1"}', "version 1"), ('{"rule": "exact", "version": true}', "version 1"),
+        ('{"rule": "exact", "version": 1.0}', "version 1"),
+        ('{"rule": "exact", "rule": "ordered", "version": 1}', "said more than once: rule"),
+        ('{"rule": "exact", "version": ' + "1" * 5000 + "}", "JSON object"),
+        ('{"rule": "exact", "version": 1, "partial": {}}', "does not say: accumulator, order, probability"),
+        ('{"rule": "exact", "version": 1, "partial": {"order": "slot", "accumulator": "fp64"}}', "say: probability"),
         ('{"version": 1}', "unknown rule ''"), ('{"rule": "sum", "version": 1}', "unknown rule 'sum'"),
         ('{"rule": ["exact"], "version": 1}', "unknown rule"), ('{"rule": null, "version": 1}', "unknown rule None"),
         ('{"rule": "exact", "version": 1, "note": "x"}', "unknown keys in a contract: note"),
@@ -125,6 +148,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         ('{"rule": "exact", "version": 1, "partial": "slot"}', "an object"),
         ('{"rule": "exact", "version": 1, "partial": {"tree": "slot"}}', "unknown keys in 'partial': tree"),
         ('{"rule": "exact", "version": 1, "partial": {"order": "rank"}}', "Partial.order is one of slot, expert"),
+        ('{"rule": "exact", "version": 1, "partial": {"order": "slot", "order": "expert"}}', "more than once: order"),
         ('{"rule": "exact", "version": 1, "partial": {"order": ["slot"]}}', "Partial.order"),
         ("[" * 200_000, "JSON object"),
     ],
@@ -318,3 +342,52 @@ def test_threads_and_defaults_change_nothing() -> None:
         torch.use_deterministic_algorithms(False)
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
+
+
+# ------------------------------------------------------------------------------------------- gradients and compilers
+
+
+@pytest.mark.parametrize("contract", RULE_OBJECTS, ids=str)
+def test_an_addends_gradient_is_the_results(contract: Contract) -> None:
+    base, grad = torch.randn(3, 2, 5), torch.randn(2, 5)
+    base[1] = torch.tensor([2.0**60, float("inf"), 2.0**-149, -0.0, 1.0])
+    for out_dtype in (torch.float32, torch.bfloat16):
+        want = contract.sum(base, out_dtype=out_dtype)
+        x = base.clone().requires_grad_()
+        got = contract.sum(x, out_dtype=out_dtype)
+        assert bits(got.detach()) == bits(want)
+        got.backward(grad.to(out_dtype))
+        assert x.grad is not None and all(bits(g) == bits(grad.to(out_dtype).float()) for g in x.grad)
+    # A list of several types; a row twice, one that needs no gradient; the result written afterwards.
+    half, row = base[0].bfloat16().requires_grad_(), base[2].clone().requires_grad_()
+    total = contract.sum([half, base[1], row, row])
+    total.mul_(2.0).backward(grad)
+    assert half.grad is not None and bits(half.grad) == bits((2 * grad).bfloat16())
+    assert row.grad is not None and bits(row.grad) == bits(4 * grad)
+    x = base[:, 0, 2:3].clone().requires_grad_()
+    (first,) = torch.autograd.grad(contract.sum(x).pow(3), x, create_graph=True)
+    first.sum().backward()  # of the cube of the sum: 3 s^2 for each of three, then 18 s
+    assert x.grad is not None and torch.equal(x.grad, 18 * contract.sum(x.detach()).expand(3, 1))
+    with torch.no_grad():
+        assert not contract.sum(x).requires_grad
+    with pytest.raises(ValueError, match="out= cannot be used with gradients"):
+        contract.sum(x, out=torch.empty(1))
+
+
+def test_a_compiler_calls_the_definition_and_does_not_rewrite_it() -> None:
+    x = torch.from_numpy(np.random.default_rng(2).standard_normal((5, 70)).astype(np.float32))
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(len([node for node in graph.graph.nodes if node.op.startswith("call")]))
+        return graph
+
+    for contract in RULE_OBJECTS:
+
+        def twice(rows: torch.Tensor, contract: Contract = contract) -> torch.Tensor:
+            return contract.sum(rows * 2, out_dtype=torch.bfloat16).float() + 1
+
+        torch._dynamo.reset()
+        graphs.clear()
+        assert bits(torch.compile(twice, backend=backend)(x)) == bits(twice(x))
+        assert graphs == [1, 2], (contract, graphs)  # what the caller does before and after, and nothing between

@@ -18,9 +18,9 @@ ROOT = Path(__file__).parent.parent
 # The rooms of docs/design.md, from the ground up: a module imports from its own room and from those before it. An
 # import inside a function, for what is needed late or rarely, is free.
 ROOMS = [
-    *("errors", "contract", "partial", "presets", "ranks", "world", "agreement", "symmem", "kernels", "capability"),
-    *("machine", "certify", "arguments", "plan", "transports", "operators", "routes", "zerocopy", "communicator"),
-    *("front", "local_gpu", "local", "mirror", "model_hooks", "demo", "doctor", "cli"),
+    *("errors", "as_written", "contract", "partial", "presets", "ranks", "world", "agreement", "symmem", "kernels"),
+    *("capability", "machine", "certify", "arguments", "plan", "transports", "operators", "routes", "zerocopy"),
+    *("communicator", "front", "local_gpu", "local", "mirror", "model_hooks", "demo", "doctor", "cli"),
 ]
 
 pytestmark = [pytest.mark.timeout(120)]

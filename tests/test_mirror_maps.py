@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bicomm import mirror
 from bicomm.mirror import definition
@@ -107,9 +111,99 @@ def test_arguments_that_do_not_fit_the_contract_are_refused() -> None:
             mirror.unpermute(rows, maps, **options)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="bf16 or fp32"):
         mirror.unpermute(rows.double(), maps, contract="owner")
-    with pytest.raises(TypeError, match="rank_of_slot has dtype"):
+    with pytest.raises(TypeError, match="rank_of_slot holds integers"):
         mirror.unpermute(rows, maps, rank_of_slot=ranks.float(), contract="megatron-vllm-swiglu")
     with pytest.raises(ValueError, match="combine_rows|unpermute"):
         mirror.combine(torch.ones(2, 3, 4), "owner")
     with pytest.raises(ValueError, match="W >= 1"):
         mirror.combine(torch.ones(0, 3, 4), "exact")
+
+
+def test_maps_of_every_integer_type_say_the_same() -> None:
+    rows = torch.randn(6, 3)
+    ids, row_of_slot = torch.tensor([[2, 0], [1, 9]]), torch.tensor([[4, 0], [2, 3]])
+    placement = mirror.Placement.even(4, 2)
+    ranks, order = mirror.rank_of_slot(ids, placement), mirror.order_of_slot(ids, placement)
+    want = mirror.unpermute(
+        rows, row_of_slot, rank_of_slot=ranks, order_of_slot=order, ep_size=2, contract="megatron-deepgemm"
+    )
+    assert torch.equal(want[1], rows[2])
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32):
+        assert torch.equal(mirror.rank_of_slot(ids.to(dtype), placement), ranks)
+        assert torch.equal(mirror.inverse_map(ids.to(dtype), 4).row_of_slot, mirror.inverse_map(ids, 4).row_of_slot)
+        # uint8 has no -1: the other map says which slot is not routed
+        others = torch.int8 if dtype == torch.uint8 else dtype
+        got = mirror.unpermute(
+            rows, row_of_slot.to(dtype), rank_of_slot=ranks.to(others), order_of_slot=order.to(others), ep_size=2,
+            contract="megatron-deepgemm",
+        )  # fmt: skip
+        assert torch.equal(got, want), dtype
+        assert torch.equal(mirror.permute(want, row_of_slot.to(dtype), 6), mirror.permute(want, row_of_slot, 6))
+    one = mirror.unpermute(
+        rows, torch.tensor([[2, -1]]), rank_of_slot=torch.tensor([[0, 255]], dtype=torch.uint8), ep_size=2,
+        contract="megatron-vllm-swiglu",
+    )  # fmt: skip
+    assert torch.equal(one[0], rows[2])
+
+
+def test_a_slot_without_a_rank_is_not_routed_for_owner_either() -> None:
+    rows = torch.tensor([[1.0], [2.0], [float("nan")]], requires_grad=True)
+    ranks = torch.tensor([[0, 7, -1]])
+    out = mirror.unpermute(rows, torch.tensor([[0, 1, 2]]), rank_of_slot=ranks, contract="owner")
+    out.backward(torch.ones(1, 1))
+    assert out.tolist() == [[3.0]] and rows.grad is not None and rows.grad.flatten().tolist() == [1.0, 1.0, 0.0]
+
+
+def test_what_is_no_map_is_refused_before_it_is_read() -> None:
+    rows, maps, placement = torch.ones(6, 2), torch.tensor([[0, 1]]), mirror.Placement.even(4, 2)
+    swiglu = "megatron-vllm-swiglu"
+    for wrong in (maps.float(), maps.bool(), maps.to(torch.complex64)):
+        with pytest.raises(TypeError, match="row_of_slot holds integers"):
+            mirror.unpermute(rows, wrong, contract=swiglu)
+        with pytest.raises(TypeError, match="row_of_slot holds integers"):
+            mirror.permute(rows[:1], wrong, 2)
+        with pytest.raises(TypeError, match="rank_of_slot holds integers"):
+            mirror.order_of_slot(maps, placement, wrong)
+    for call in (mirror.inverse_map, lambda ids, _: mirror.rank_of_slot(ids, placement)):
+        with pytest.raises(TypeError, match=r"expert_ids holds integers, got torch\.float32"):
+            call(torch.rand(3, 2), 4)  # the weights in place of the ids
+        with pytest.raises(TypeError, match="slots_of_routing_map makes ids of one"):
+            call(torch.ones(3, 4, dtype=torch.bool), 4)
+        with pytest.raises(ValueError, match=r"expert_ids is \[T, K\], got \(2,\)"):
+            call(maps[0], 4)
+    with pytest.raises(ValueError, match=r"rank_of_slot is \[T, K\] = \(1, 2\), got \(2, 1\)"):
+        mirror.order_of_slot(maps, placement, maps.t())
+    for experts, align in ((0, 1), (4, 0), (4, -1)):
+        with pytest.raises(ValueError, match="at least 1"):
+            mirror.inverse_map(maps, experts, align=align)
+    with pytest.raises(ValueError, match=r"a routing map is \[T, E\]"):
+        mirror.slots_of_routing_map(torch.ones(4), 1)
+    far = maps.to("meta")
+    for given in ({"row_of_slot": far}, {"row_of_slot": maps, "rank_of_slot": far}):
+        with pytest.raises(ValueError, match=r"_of_slot is on meta, rows on cpu"):
+            mirror.unpermute(rows, **given, contract=swiglu)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="probs is on meta"):
+        mirror.unpermute(rows, maps, contract="slot-fp32", probs=torch.ones(1, 2, device="meta"))
+    with pytest.raises(ValueError, match="row_of_slot is on meta, x on cpu"):
+        mirror.permute(rows[:1], far, 2)
+    big = torch.tensor([[2**33, 0]])  # would move the slot to another rank's places
+    with pytest.raises(ValueError, match="place 8589934592, which does not fit into int32"):
+        mirror.unpermute(rows, maps, rank_of_slot=maps, order_of_slot=big, ep_size=2, contract=swiglu)
+
+
+def test_a_placement_keeps_its_tables_to_itself() -> None:
+    ids, placement = torch.tensor([[0, 3]]), mirror.Placement.even(4, 2)
+    fresh = pickle.dumps(placement)
+    with FakeTensorMode():  # as torch.export traces: a fake table that stayed would make every later result one
+        mirror.rank_of_slot(torch.zeros(1, 2, dtype=torch.int64), placement)
+    with torch.device("meta"):
+        assert mirror.rank_of_slot(ids, placement).tolist() == [[0, 1]]
+    assert pickle.dumps(placement) == fresh  # tables may lie on a GPU that another process has not
+    for again in (pickle.loads(fresh), copy.deepcopy(placement)):
+        assert again == placement and hash(again) == hash(placement)
+        assert mirror.order_of_slot(ids, again).tolist() == [[0, 1]]
+    for wrong in ((("0",),), ((0.7,),)):
+        with pytest.raises(TypeError):
+            mirror.Placement(wrong, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least one expert"):
+        mirror.Placement.counts([])

@@ -91,3 +91,25 @@ def test_what_does_not_fit_is_refused() -> None:
         partial_sum(x[0], Partial())
     with pytest.raises(TypeError, match="float64"):
         partial_sum(x.double(), Partial())
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda t: t.id)
+def test_roundings_count_as_the_identity_in_the_backward_pass(tree: Partial) -> None:
+    x, grad = torch.randn(3, 2, 4).requires_grad_(), torch.randn(2, 4)
+    weights = torch.rand(3, 2).requires_grad_() if tree.probability == "combine" else None
+    partial_sum(x, tree, weights=weights).backward(grad)
+    rounded = None if weights is None else weights.detach()
+    if rounded is not None and tree.weight == "bf16":
+        rounded = rounded.bfloat16().float()
+    want = grad.expand(3, 2, 4) if rounded is None else rounded.unsqueeze(-1) * grad
+    assert x.grad is not None and torch.equal(x.grad, want)
+    if weights is not None:
+        torch.testing.assert_close(weights.grad, (x.detach() * grad).sum(-1))
+
+
+def test_a_compiler_keeps_the_roundings_to_bf16() -> None:
+    x, weights = torch.randn(5, 3, 40), torch.rand(5, 3)
+    for tree in (Partial("slot", "bf16"), Partial("slot", "bf16", "combine", "bf16", "bf16")):
+        given = weights if tree.probability == "combine" else None
+        compiled = torch.compile(lambda x, w, tree=tree: partial_sum(x, tree, weights=w))
+        assert torch.equal(bits(compiled(x, given)), bits(partial_sum(x, tree, weights=given))), tree

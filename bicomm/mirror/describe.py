@@ -46,7 +46,15 @@ def resolve(contract: Contract | str | Mapping[str, Any]) -> Contract:
         )
     if contract in CANNOT_MIRROR:
         raise ValueError(f"{contract} cannot be mirrored: {CANNOT_MIRROR[contract]}")
-    return Contract.from_json(contract) if contract.lstrip().startswith("{") else Contract.parse(contract)
+    return Contract.parse(_id_in_json(contract) if contract.lstrip().startswith("{") else contract)
+
+
+def _id_in_json(text: str) -> str:
+    return Contract.from_json(text).id
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler: it cannot trace a JSON parser.
+_id_in_json._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check(engine: Contract | str | Mapping[str, Any], trainer: Contract | str | Mapping[str, Any]) -> Contract:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 NO_SUCH_PLACE = -(2**31)  # as an order: the named rank does not hold the slot's expert; the token becomes NaN
+LAST_PLACE = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Placement:
     """Which experts each engine rank holds, in the order of their local index. An expert may sit on several ranks.
 
     experts_of_rank[r] lists the global expert ids of rank r. Raises ValueError for an id outside [0, num_experts), an
-    expert twice on one rank, or one that is nowhere.
+    expert twice on one rank, or one that is nowhere; TypeError for ids that are no integers.
     """
 
     experts_of_rank: tuple[tuple[int, ...], ...]
@@ -32,7 +34,10 @@ class Placement:
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "experts_of_rank", tuple(tuple(int(e) for e in here) for here in self.experts_of_rank))
+        held = tuple(tuple(operator.index(e) for e in here) for here in self.experts_of_rank)
+        object.__setattr__(self, "experts_of_rank", held)
+        if self.num_experts < 1:
+            raise ValueError(f"a placement is of at least one expert, got {self.num_experts}")
         for rank, here in enumerate(self.experts_of_rank):
             if len(set(here)) != len(here) or not all(0 <= e < self.num_experts for e in here):
                 raise ValueError(f"rank {rank} holds {here}: expected distinct ids in [0, {self.num_experts})")
@@ -54,13 +59,17 @@ class Placement:
         blocks = [range(a, b) for a, b in itertools.pairwise(starts)]
         return cls(tuple(tuple(b) for b in blocks), starts[-1])
 
+    def __reduce__(self) -> tuple[type[Placement], tuple[tuple[tuple[int, ...], ...], int]]:
+        return Placement, (self.experts_of_rank, self.num_experts)  # tables are this process's, on its devices
+
     @property
     def ep_size(self) -> int:
         return len(self.experts_of_rank)
 
     def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """(rank_of_expert int32 [E + 1], index int32 [W * (E + 1)]) on `device`, -1 where there is none; made once."""
-        if device not in self._tables:
+        pair = self._tables.get(device)
+        if pair is None:
             ranks = [-1] * (self.num_experts + 1)
             index = [[-1] * (self.num_experts + 1) for _ in self.experts_of_rank]
             for rank, here in enumerate(self.experts_of_rank):
@@ -68,14 +77,30 @@ class Placement:
                     ranks[expert] = rank
                     index[rank][expert] = place
             flat = [place for row in index for place in row]
-            pair = (torch.tensor(ranks, dtype=torch.int32), torch.tensor(flat, dtype=torch.int32))
-            self._tables[device] = (pair[0].to(device), pair[1].to(device))
-        return self._tables[device]
+            first, second = (torch.tensor(values, dtype=torch.int32, device="cpu") for values in (ranks, flat))
+            pair = (first.to(device), second.to(device))
+            if type(pair[0]) is Tensor:  # torch.export traces with fakes, which must not stay
+                self._tables[device] = pair
+        return pair
 
     def expert_of_slot(self, expert_ids: Tensor) -> Tensor:
         """The ids as int64, with num_experts for a slot that is not routed (any id outside [0, num_experts))."""
         ids = expert_ids.long()
         return torch.where((ids >= 0) & (ids < self.num_experts), ids, self.num_experts)
+
+
+def _check_integers(name: str, given: Tensor, like: Tensor | None = None) -> None:
+    """Raise TypeError for what is no tensor of integers, ValueError for one that is not [T, K] or not as `like`."""
+    if given.dtype == torch.bool and name == "expert_ids":
+        raise TypeError("expert_ids holds integers, got a boolean map: mirror.slots_of_routing_map makes ids of one")
+    if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+        raise TypeError(f"{name} holds integers, got {given.dtype}")
+    if given.dim() != 2:
+        raise ValueError(f"{name} is [T, K], got {tuple(given.shape)}")
+    if like is not None and given.shape != like.shape:
+        raise ValueError(f"{name} is [T, K] = {tuple(like.shape)}, got {tuple(given.shape)}")
+    if like is not None and given.device != like.device:
+        raise ValueError(f"{name} is on {given.device}, where {like.device} was expected")
 
 
 def rank_of_slot(expert_ids: Tensor, placement: Placement) -> Tensor:
@@ -84,6 +109,7 @@ def rank_of_slot(expert_ids: Tensor, placement: Placement) -> Tensor:
     expert_ids: [T, K] global ids, any integer type; an id outside [0, num_experts) means not routed. Raises ValueError
     where experts are replicated: then only the engine knows which rank it used, and its record is the argument.
     """
+    _check_integers("expert_ids", expert_ids)
     held = [e for here in placement.experts_of_rank for e in here]
     if len(held) != placement.num_experts:
         twice = next(e for e in held if held.count(e) > 1)
@@ -104,6 +130,9 @@ def order_of_slot(expert_ids: Tensor, placement: Placement, rank_of_slot: Tensor
     id outside [0, num_experts), or its rank outside [0, W)) gets -1. A slot whose rank does not hold its expert gets
     NO_SUCH_PLACE, which the mirror turns into NaN on a GPU and into a ValueError on a CPU.
     """
+    _check_integers("expert_ids", expert_ids)
+    if rank_of_slot is not None:
+        _check_integers("rank_of_slot", rank_of_slot, expert_ids)
     ranks = _derived_rank(expert_ids, placement) if rank_of_slot is None else rank_of_slot.long()
     experts = placement.expert_of_slot(expert_ids)
     routed = (ranks >= 0) & (ranks < placement.ep_size) & (experts < placement.num_experts)
@@ -127,8 +156,12 @@ def inverse_map(expert_ids: Tensor, num_experts: int, *, align: int = 1) -> Slot
     """The rows of each slot when rows are sorted by expert, and by token and slot within an expert.
 
     expert_ids: [T, K]; an id outside [0, num_experts) means not routed. align: each expert's first row is a multiple
-    of it (grouped GEMMs want 8 to 128); rows between are padding, which no slot names.
+    of it (grouped GEMMs want 8 to 128); rows between are padding, which no slot names. Raises ValueError for another
+    shape or sizes below 1, TypeError where the ids are no integers.
     """
+    _check_integers("expert_ids", expert_ids)
+    if num_experts < 1 or align < 1:
+        raise ValueError(f"num_experts and align are at least 1: got {num_experts} and {align}")
     tokens, slots = expert_ids.shape
     flat = expert_ids.reshape(-1).long()
     flat = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
@@ -150,6 +183,8 @@ def slots_of_routing_map(routing_map: Tensor, topk: int) -> Tensor:
     one unless its slots ascend too. More than `topk` experts of a token: a ValueError on a CPU, a device-side assertion
     on a GPU.
     """
+    if routing_map.dim() != 2 or topk < 0:
+        raise ValueError(f"a routing map is [T, E], topk at least 0: got {tuple(routing_map.shape)} and {topk}")
     routing_map = routing_map.bool()
     tokens, experts = routing_map.shape
     place = routing_map.cumsum(1) - 1
@@ -180,6 +215,8 @@ def check_maps(
     _refuse(routed & (row_of_slot >= num_rows), row_of_slot, f"row {{}}, but there are {num_rows} rows")
     if order_of_slot is not None:
         _refuse(routed & (order_of_slot == NO_SUCH_PLACE), order_of_slot, "a rank that does not hold its expert")
+        outside = (order_of_slot > LAST_PLACE) | (order_of_slot < NO_SUCH_PLACE)
+        _refuse(routed & outside, order_of_slot, "place {}, which does not fit into int32")
     used = torch.zeros(num_rows + 1, dtype=torch.int32, device=row_of_slot.device)
     flat = torch.where(routed, row_of_slot, num_rows).reshape(-1).long()
     used.index_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))

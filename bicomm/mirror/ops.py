@@ -16,7 +16,7 @@ from torch import Tensor
 from bicomm.contract import Contract
 from bicomm.mirror import definition
 from bicomm.mirror.describe import resolve
-from bicomm.mirror.maps import check_maps
+from bicomm.mirror.maps import _check_integers, check_maps
 
 _FLOATS = (torch.bfloat16, torch.float32)
 
@@ -64,8 +64,9 @@ def _unpermute(
     rows: Tensor, places: Tensor, tags: Tensor | None, probs: Tensor | None, contract: str, out_dtype: torch.dtype
 ) -> Tensor:
     rule = _parsed(contract)
+    # Here, and not before the operator: a compiler would drop a rounding of the probabilities to bf16 before it.
+    weights = None if probs is None else probs.float().contiguous()
     if rows.is_cuda:
-        weights = None if probs is None else probs.contiguous()
         out: Tensor = _kernels().unpermute(
             rows, places.contiguous(), tags, weights, rule, out_dtype, *places.shape, each=rule.rule == "owner"
         )
@@ -73,7 +74,7 @@ def _unpermute(
     tree = definition.sort_slots(places, None, None) if tags is None else (places, tags)
     if tags is None:
         check_maps(places, None, None, rows.shape[0], 1)
-    return definition.rounded(definition.unpermute(rows, tree, probs, rule), out_dtype)
+    return definition.rounded(definition.unpermute(rows, tree, weights, rule), out_dtype)
 
 
 @_unpermute.register_fake
@@ -91,8 +92,9 @@ def _unpermute_backward(
     num_rows: int, dtype: torch.dtype, need_rows: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     run = _kernels().backward if grad.is_cuda else definition.backward
-    pair: tuple[Tensor, Tensor] = run(grad, places, tags, rows, probs, weight_bf16, num_rows, dtype, need_rows)
-    return pair
+    weights = None if probs is None else probs.float()
+    d_rows, d_probs = run(grad, places, tags, rows, weights, weight_bf16, num_rows, dtype, need_rows)
+    return d_rows, d_probs if probs is None else d_probs.to(probs.dtype)
 
 
 @_unpermute_backward.register_fake
@@ -101,7 +103,8 @@ def _(
     dtype: torch.dtype, need_rows: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     d_rows = grad.new_empty(num_rows if need_rows else 0, grad.shape[1], dtype=dtype)
-    return d_rows, grad.new_empty(places.shape if rows is not None else (0, 0), dtype=torch.float32)
+    dtype = torch.float32 if probs is None else probs.dtype
+    return d_rows, grad.new_empty(places.shape if rows is not None else (0, 0), dtype=dtype)
 
 
 def _save_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -203,9 +206,9 @@ def unpermute(
                    are never read.
     row_of_slot    int [T, K]: the row of each (token, slot), -1 where the slot is not routed. No two slots share a row.
     rank_of_slot   int [T, K]: the *engine* rank whose expert made the row (`mirror.rank_of_slot`, or the engine's
-                   record), -1 where not routed. Not needed for `owner`, nor at ep_size 1.
+                   record), -1 where not routed. Not needed for `owner` (which looks only for -1), nor at ep_size 1.
     order_of_slot  int [T, K]: the slot's place in that rank's order, ascending (`mirror.order_of_slot` for a tree in
-                   expert order, which needs it). Default: the slot's index. Equal places go by slot.
+                   expert order, which needs it). Default: the slot's index. Equal places go by slot. It fits int32.
     ep_size        the engine's number of ranks; the trainer's own layout does not enter.
     contract       a `Contract`, its id or JSON as the engine stored it, or a preset's name. Across ranks and within
                    one (`Contract.partial`), except for `owner`, which has no tree.
@@ -220,12 +223,15 @@ def unpermute(
     """
     rule = resolve(contract)
     _check_unpermute(rows, row_of_slot, rank_of_slot, order_of_slot, ep_size, rule, probs, out_dtype)
-    weights = None if probs is None else probs.float()
+    row_of_slot = _signed(row_of_slot)
+    if rule.rule == "owner" and rank_of_slot is not None:
+        row_of_slot = torch.where(_signed(rank_of_slot) >= 0, row_of_slot, -1)
     if rule.rule == "owner" or (ep_size == 1 and rank_of_slot is None and order_of_slot is None):
-        out: Tensor = _unpermute(rows, row_of_slot, None, weights, rule.id, out_dtype)
+        out: Tensor = _unpermute(rows, row_of_slot, None, probs, rule.id, out_dtype)
         return out
-    places, tags = _sort_slots(row_of_slot, rank_of_slot, order_of_slot, rows.shape[0], ep_size)
-    out = _unpermute(rows, places, tags, weights, rule.id, out_dtype)
+    ranks, order = (None if m is None else _signed(m) for m in (rank_of_slot, order_of_slot))
+    places, tags = _sort_slots(row_of_slot, ranks, order, rows.shape[0], ep_size)
+    out = _unpermute(rows, places, tags, probs, rule.id, out_dtype)
     return out
 
 
@@ -254,8 +260,15 @@ def permute(x: Tensor, row_of_slot: Tensor, num_rows: int) -> Tensor:
     if x.dim() != 2 or row_of_slot.dim() != 2 or row_of_slot.shape[0] != x.shape[0]:
         raise ValueError(f"x is [T, H] and row_of_slot [T, K]: got {tuple(x.shape)} and {tuple(row_of_slot.shape)}")
     _check_dtypes(("x", x.dtype))
-    rows: Tensor = _permute(x, row_of_slot, num_rows)
+    _check_integers("row_of_slot", row_of_slot)
+    _check_devices("x", x, row_of_slot=row_of_slot)
+    rows: Tensor = _permute(x, _signed(row_of_slot), num_rows)
     return rows
+
+
+def _signed(slots: Tensor) -> Tensor:
+    """A map in a type that holds -1 and that every kernel reads."""
+    return slots if slots.dtype in (torch.int32, torch.int64) else slots.long()
 
 
 # ------------------------------------------------------------------------------------------------------------- checks
@@ -265,6 +278,12 @@ def _check_dtypes(*named: tuple[str, torch.dtype]) -> None:
     for name, dtype in named:
         if dtype not in _FLOATS:
             raise TypeError(f"{name} is bf16 or fp32, got {dtype}")
+
+
+def _check_devices(name: str, tensor: Tensor, **others: Tensor | None) -> None:
+    for other, given in others.items():
+        if given is not None and given.device != tensor.device:
+            raise ValueError(f"{other} is on {given.device}, {name} on {tensor.device}: expected one device")
 
 
 def _check_unpermute(
@@ -277,10 +296,13 @@ def _check_unpermute(
     for name, given in (("rank_of_slot", rank_of_slot), ("order_of_slot", order_of_slot), ("probs", probs)):
         if given is not None and given.shape != row_of_slot.shape:
             raise ValueError(f"{name} is [T, K] = {tuple(row_of_slot.shape)}, got {tuple(given.shape)}")
-        if given is not None and given.is_floating_point() != (name == "probs"):
-            raise TypeError(f"{name} has dtype {given.dtype}")
-    if row_of_slot.is_floating_point():
-        raise TypeError(f"row_of_slot holds integers, got {row_of_slot.dtype}")
+    if probs is not None and not probs.is_floating_point():
+        raise TypeError(f"probs has dtype {probs.dtype}: expected a floating type")
+    maps = {"row_of_slot": row_of_slot, "rank_of_slot": rank_of_slot, "order_of_slot": order_of_slot}
+    for name, given in maps.items():
+        if given is not None:
+            _check_integers(name, given)
+    _check_devices("rows", rows, **maps, probs=probs)
     if ep_size < 1:
         raise ValueError(f"ep_size is the engine's number of ranks, at least 1: got {ep_size}")
     tree = rule.partial
