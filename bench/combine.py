@@ -142,6 +142,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tune", nargs="?", const="all", choices=("all", "owner"))
     given = parser.parse_args()
+    common.need_gpu()
     bandwidth = common.copy_bandwidth()
     empty = common.empty_kernel_time()
     measured = []

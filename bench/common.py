@@ -80,6 +80,12 @@ def table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(printed)
 
 
+def need_gpu() -> None:
+    """End the program with a sentence where torch sees no GPU."""
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a GPU, and torch sees none")
+
+
 def time_graph(
     fn: Callable[[], object], *, cold: bool = False, calls: int | None = None, replays: int = 31, warmup: int = 3
 ) -> float:

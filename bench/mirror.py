@@ -200,6 +200,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--hidden", type=int, nargs="*", default=[2048, 7168])
     arguments = parser.parse_args()
+    common.need_gpu()
     results = [row for hidden in arguments.hidden for row in (tune if arguments.tune else measure)(hidden)]
     name = "mirror_tune" if arguments.tune else "mirror"
     copy = common.copy_bandwidth()

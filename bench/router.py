@@ -225,6 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tune", action="store_true")
     arguments = parser.parse_args()
+    common.need_gpu()
     if arguments.tune:
         tuned = tune_topk()
         common.save("router_tune", tuned)

@@ -145,6 +145,7 @@ def barrier_code() -> list[dict[str, object]]:
 
 
 if __name__ == "__main__":
+    common.need_gpu()
     measured = one_rank() + barrier_code() + local_world()
     common.save("runtime", measured)
     common.table("GPU runtime", measured)

@@ -26,6 +26,7 @@ import ep_plot
 import ep_series
 import ep_stage
 import ep_sweep
+import model
 import model_fit
 import model_machine
 from model_fit import Fit, Point, fit, fit_all, pair_points
@@ -237,3 +238,11 @@ def test_the_model_answers_on_the_command_line() -> None:
     assert "gb200" in table and "72" in table
     errors = told()
     assert "error on every point" in errors and "of 18 points" in errors
+
+
+@pytest.mark.parametrize("words", [("--domain", "0"), ("--domain", "1"), ("--domain", "8", "--tokens", "-4")])
+def test_the_model_refuses_what_is_no_size(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["model.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        model.main()
+    assert ended.value.code == 2

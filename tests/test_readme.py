@@ -35,3 +35,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_files_that_are_named_exist(page: Path) -> None:
     for name in re.findall(r"`?\b((?:tests|launch|bench|bicomm|docs)/[\w./-]*\.[a-z]+)", page.read_text()):
         assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_modules_that_are_named_without_a_folder_exist(page: Path) -> None:
+    there = {path.name for room in ("bicomm", "bench", "tests") for path in (ROOT / room).rglob("*.py")}
+    for name in re.findall(r"`(\w+\.py)`", page.read_text()):
+        assert name in there, name

@@ -12,10 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from bicomm.certify.candidates import TRUSTED
 from bicomm.certify.trust import Periodic
 from bicomm.contract import Contract
-
-TRUSTED_RULES = ("exact", "window")
 
 Check = Callable[[Contract], str]  # the self-check of one rank: "" or the first difference
 Agree = Callable[[str], str]  # every rank's reason, in one text; "" where no rank has one
@@ -28,7 +27,7 @@ def decide(
 
     asked: a Contract that the communicator was made with. certified, why_not: what the certificate says.
     """
-    candidate = asked if asked is not None and asked.rule in TRUSTED_RULES else certified
+    candidate = asked if asked is not None and asked.rule in TRUSTED else certified
     if candidate is None:
         return None, why_not
     reason = agree(check(candidate.cross_rank))
