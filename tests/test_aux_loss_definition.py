@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 import torch
 from torch import Tensor
 
-from bicomm.model_hooks import aux_loss
+from bicomm.model_hooks import aux_loss, exact_loss
 from bicomm.model_hooks.aux_loss import Partition, aux_loss_workspace, fused_moe_aux_loss, fused_moe_aux_loss_out
 from router_cases import LOSSES, bits, probabilities, same, token_counts
 
@@ -107,6 +109,42 @@ def test_topk_times_t_times_t_does_not_overflow() -> None:
         assert loss.item() == 0.25  # balanced: E * coeff / topk * sum(1/8 * 1)
 
 
+@pytest.mark.long
+def test_2_to_the_24_rows_of_128_in_bounded_memory() -> None:
+    """2**31 probabilities. The rows are one row, expanded; 20 s."""
+    rows = 1 << 24
+    probs = torch.full((1, 128), 1 / 128).expand(rows, 128)
+    counts = torch.full((128,), rows // 16)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert fused_moe_aux_loss(probs, counts, rows, 128, 8, 0.25).item() == 0.25
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
+
+
+def test_the_definitions_work_in_parts_and_the_parts_are_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rows, cols in ((1025, 33), (300, 1025), (257, 3)):
+        probs, counts, mask = probabilities(rows, cols), token_counts(cols, torch.int64), torch.arange(rows) % 5 == 0
+        for padding in (None, mask):
+            results = []
+            for at_once in (1 << 22, 1 << 13, 1):
+                monkeypatch.setattr(aux_loss, "ADDENDS_AT_ONCE", at_once)
+                monkeypatch.setattr(exact_loss, "ADDENDS_AT_ONCE", max(at_once, 512))
+                results.append(
+                    (aux_loss.definition(probs, counts, 1e-9, padding), exact_loss.definition(probs, padding))
+                )
+            for loss, sums in results[1:]:
+                assert same(loss, results[0][0]) and torch.equal(sums, results[0][1])
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_the_default_device_is_no_matter(reduction: str) -> None:
+    """C is made on the host: on a default device it would wait for a GPU, which no graph capture allows."""
+    probs, counts = probabilities(50, 24), token_counts(24, torch.int64)
+    want = fused_moe_aux_loss(probs, counts, 50, 8, 3, 0.1, reduction=reduction)  # type: ignore[arg-type]
+    with torch.device("meta"):
+        got = fused_moe_aux_loss(probs, counts, 50, 8, 3, 0.1, reduction=reduction)  # type: ignore[arg-type]
+    assert same(got, want)
+
+
 def test_counts_above_2_to_the_24_keep_their_bits() -> None:
     probs = torch.full((2, 1), 1.5, requires_grad=True)
     for dtype in (torch.int32, torch.int64):
@@ -178,6 +216,8 @@ def test_the_workspace_is_256_fp32_whatever_the_input_and_a_wrong_one_is_named()
         call(torch.empty(256), out=torch.empty(1))
     with pytest.raises(ValueError, match="const_buf is"):
         call(torch.empty(256), const_buf=torch.empty(1))
+    with pytest.raises(ValueError, match="const_buf is not contiguous"):  # a kernel writes two neighbours
+        call(torch.empty(256), const_buf=torch.empty(4)[::2])
 
 
 def test_errors_name_both_sides() -> None:
@@ -197,6 +237,8 @@ def test_errors_name_both_sides() -> None:
         (ValueError, "0-dim int64", {"total_num_tokens": torch.tensor(4, dtype=torch.int32)}),
         (ValueError, "at least 1; got 8 and 0", {"topk": 0}),
         (ValueError, "padding_mask is bool", {"padding_mask": torch.zeros(4)}),
+        (ValueError, "coeff is a finite number, got inf", {"coeff": float("inf")}),
+        (ValueError, "coeff is a finite number, got nan", {"coeff": float("nan"), "reduction": "exact"}),
         (ValueError, "'blocked' or 'exact'", {"reduction": "fast"}),
         (TypeError, "integer counts", {"n": counts.float(), "reduction": "exact"}),
         (ValueError, "group needs reduction='exact'", {"group": object()}),

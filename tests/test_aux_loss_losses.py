@@ -30,6 +30,28 @@ def test_counts_are_integers_without_padding_or_unrouted_slots() -> None:
         losses.count_tokens(ids.float(), E)
 
 
+def test_a_mask_of_another_dtype_or_shape_is_an_error_and_not_another_count() -> None:
+    """`~` of an integer mask is another number: three of ten tokens padded gave a total of -13, or 2,547 in uint8."""
+    ids, values = torch.zeros(10, 2, dtype=torch.int64), torch.ones(10, E)
+    mask = torch.arange(10) < 3
+    assert losses.count_valid(ids, padding_mask=mask) == 7
+    counts = losses.count_tokens(ids, E, padding_mask=mask)
+    for wrong in (mask.long(), mask.to(torch.uint8), mask.float(), mask[:5], mask.view(2, 5), mask.to("meta")):
+        for call in (
+            lambda m: losses.count_valid(ids, padding_mask=m),
+            lambda m: losses.count_tokens(ids, E, padding_mask=m),
+            lambda m: losses.load_balancing_loss(values, counts, 7, 2, 0.01, padding_mask=m),
+            lambda m: losses.z_loss(values, 1e-3, 7, padding_mask=m),
+            lambda m: losses.GlobalBalance(E).loss(values, 7, 2, 0.01, padding_mask=m),
+        ):
+            with pytest.raises(ValueError, match="padding_mask is bool"):
+                call(wrong)
+    with pytest.raises(ValueError, match=r"bool \(5, 2\), got \(2, 5\)"):  # batch first: other tokens
+        losses.sequence_loss(values.view(5, 2, E), ids.view(5, 2, 2), 2, 0.01, padding_mask=mask.view(2, 5))
+    with pytest.raises(TypeError, match="ids are integers, got torch.bool"):
+        losses.count_tokens(ids.bool(), E)
+
+
 def test_counts_in_bf16_turn_the_bias_the_wrong_way() -> None:
     """CASES 28: the exact sum is 40,840, bf16 makes 41,216 of it."""
     per_rank = torch.tensor([[5088, 5267, 4947, 5073, 5299, 5217, 4918, 5031], [5120] * 8]).t()

@@ -33,6 +33,41 @@ def test_rows_do_not_see_the_batch_and_3d_is_2d(dtype: torch.dtype) -> None:
         assert same(gate(x.view(13, 20, hidden).transpose(0, 1), w).transpose(0, 1).reshape(260, experts), want)
 
 
+def test_neither_layout_nor_threads_nor_autocast_change_a_bit() -> None:
+    def forward_and_backward(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> list[torch.Tensor]:
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        out = gate(x, w)
+        return [out, *torch.autograd.grad(out, (x, w), g)]
+
+    def transposed(t: torch.Tensor) -> torch.Tensor:
+        return t.t().contiguous().t()
+
+    def strided(t: torch.Tensor) -> torch.Tensor:
+        return torch.stack([t, t], -1)[..., 0]
+
+    threads = torch.get_num_threads()
+    for hidden, experts in ((1, 3), (64, 1), (129, 1), (1023, 16), (4099, 3), (1023, 256)):
+        x, w = operands(130, hidden, experts, torch.float32)
+        g = torch.randn(130, experts, generator=torch.Generator().manual_seed(1))
+        want = forward_and_backward(x, w, g)
+        for change in (transposed, strided):
+            got = forward_and_backward(change(x), change(w), change(g))
+            assert all(same(a, b) for a, b in zip(got, want, strict=True)), (hidden, experts, change)
+        try:
+            for n in (2, 3, 8):
+                torch.set_num_threads(n)
+                got = forward_and_backward(x, w, g)
+                assert torch.get_num_threads() == n
+                assert all(same(a, b) for a, b in zip(got, want, strict=True)), (hidden, experts, n)
+        finally:
+            torch.set_num_threads(threads)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = forward_and_backward(x, w, g)
+            twin = x @ w.t()
+        assert all(same(a, b) for a, b in zip(got, want, strict=True)), (hidden, experts)
+        assert twin.dtype == torch.bfloat16, "the twin: a product under autocast"
+
+
 def test_a_plain_fp32_product_does_see_the_batch() -> None:
     """The twin, on the CPU kernels of torch 2.13: one to three rows take another path."""
     x, w = operands(260, 512, 64, torch.float32)

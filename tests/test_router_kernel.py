@@ -106,6 +106,32 @@ def built() -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@interpreted
+def test_the_front_door_gives_kernels_what_they_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A strided or expanded bias, ids beyond int32, a negative scale: a kernel sees addresses and 32 bits."""
+    x = logits(20, 24)[9:]
+    bias = (torch.randn(24, 2, generator=torch.Generator().manual_seed(0)) * 3)[:, 1]
+    ids = router.route(x, 3).ids
+    ids[::2, 1] += 1 << 32
+    calls: list[dict[str, Any]] = [
+        {"expert_bias": bias},
+        {"expert_bias": torch.full((1,), 0.5, dtype=torch.bfloat16).expand(24)},
+        {"ids": ids},
+        {"ids": ids.to(torch.int32), "scaling_factor": -1.0},
+    ]
+    for more in calls:
+        want = router.route(x, 3, score_function="sigmoid", **more)
+        with monkeypatch.context() as patched:
+            patched.setattr(router, "_kernel", lambda x: True)
+            got = router.route(x, 3, score_function="sigmoid", **more)
+        assert same(got.ids, want.ids) and same(got.weights, want.weights), more
+    arguments = (x, 3, True, 4, 2, -1.0, "sigmoid", bias)
+    want = router.fused_topk_with_score_function(*arguments)
+    monkeypatch.setattr(router, "_kernel", lambda x: True)
+    got = router.fused_topk_with_score_function(*arguments)
+    assert same(got[0], want[0]) and same(got[1], want[1])
+
+
 def test_every_kernel_compiles_for_hopper_and_blackwell_without_spills_or_float_atomics() -> None:
     records = built()
     assert {r["arch"] for r in records} == {90, 100} and len([r for r in records if r["kind"] == "usual"]) >= 34

@@ -70,6 +70,41 @@ def test_a_tape_that_does_not_fit_is_an_error() -> None:
     assert router.route(tokens(5), K).ids.shape == (20, K)  # nothing stays switched on
 
 
+def test_ids_of_the_wrong_shape_or_kind_are_an_error() -> None:
+    x = tokens(0, 4)
+    for ids in (torch.zeros(3, 4, dtype=torch.int64), torch.zeros(12, dtype=torch.int64), torch.tensor(0)):
+        with pytest.raises(ValueError, match=r"integers \[tokens, k\] = \(4, 3\)"):
+            router.route(x, K, ids=ids)
+        with pytest.raises(RuntimeError, match=r"\(tokens, k\) = \(4, 3\)"), replay.replay([ids]):
+            router.route(x, K)
+    with pytest.raises(ValueError, match="got torch.bool"):
+        router.route(x, K, ids=torch.ones(4, K, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int16, torch.int32, torch.int64], ids=str)
+def test_an_id_out_of_range_is_not_routed_in_any_dtype(index_dtype: torch.dtype) -> None:
+    """65,536 + 3 is 3 in int16, and 2**32 + 3 is 3 in a kernel's int32."""
+    x = tokens(0, 2)
+    ids = torch.tensor([[1 << 16 | 3, 5, -1], [1 << 32 | 3, E, -(1 << 40)]])
+    got = router.route(x, K, ids=ids, index_dtype=index_dtype, score_function="sigmoid", renormalize=False)
+    assert got.ids.dtype == index_dtype and got.ids.tolist() == [[E, 5, -1], [E, E, -1]]
+    assert got.weights.ne(0).tolist() == [[False, True, False], [False] * 3]
+    with replay.replay([ids]):
+        again = router.route(x, K, index_dtype=index_dtype, score_function="sigmoid", renormalize=False)
+    assert same(again.weights, got.weights) and same(again.ids, got.ids)
+
+
+def test_a_rollout_in_inference_mode_is_replayed_in_training() -> None:
+    with torch.inference_mode(), replay.record() as tape:
+        first = router.route(tokens(0), K)
+    x = tokens(1).requires_grad_()
+    with replay.replay(tape):
+        got = router.route(x, K)
+    assert torch.equal(got.ids, first.ids)
+    (grad,) = torch.autograd.grad(got.weights.square().sum(), x)
+    assert grad.any()
+
+
 class Drifting(torch.nn.Module):
     """A layer whose logits are others each time it runs, as they are where upstream does not reproduce."""
 

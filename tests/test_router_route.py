@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from typing import Any
 
 import pytest
 import torch
 
-from bicomm.model_hooks import router
+from bicomm.model_hooks import losses, replay, router
+from bicomm.model_hooks.gate import gate
 from router_cases import RULES, logits, same
 
+CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
@@ -130,6 +134,47 @@ def test_index_and_map_outputs_say_the_same() -> None:
         )
         assert written is buffer and torch.equal(buffer.long(), got.ids)
         assert torch.equal(router.route(x, 5, score_function="sigmoid", index_dtype=dtype).ids, buffer)
+
+
+@pytest.mark.parametrize("experts", [1, 8, 13, 64])
+def test_a_map_of_bits_says_what_the_map_of_bytes_says(experts: int) -> None:
+    for lead in ((0,), (6,), (2, 3)):
+        x = torch.randn(*lead, experts)
+        arguments = (x, 1 + experts // 3, True, None, None, None, "softmax", None)
+        _, chosen = router.fused_topk_with_score_function(*arguments)
+        _, packed = router.fused_topk_with_score_function(*arguments, "bitmap_u8")
+        assert packed.dtype == torch.uint8 and packed.shape == (*lead, (experts + 7) // 8)
+        bit = [(packed[..., e // 8] >> (e % 8)) & 1 for e in range(experts)]
+        assert torch.equal(torch.stack(bit, -1).bool(), chosen)
+        for_loss, values = router.fused_compute_score_for_moe_aux_loss(x, arguments[1], "softmax", 1)
+        assert torch.equal(for_loss, packed) and values.shape == x.shape
+    with pytest.raises(ValueError, match="'bytemap'.*got 'bits'"):
+        router.fused_topk_with_score_function(*arguments, "bits")
+    with pytest.raises(ValueError, match="takes the place of the map"):
+        buffer = torch.empty(*lead, arguments[1], dtype=torch.int32)
+        router.fused_topk_with_score_function(*arguments, "bitmap_u8", buffer)
+    with replay.record() as tape, pytest.raises(ValueError, match="topk_indices is"):
+        router.fused_topk_with_score_function(*arguments, topk_indices=buffer[0])
+    assert len(tape) == 0
+
+
+@pytest.mark.skipif(not CXX, reason="no C++ compiler")
+def test_compiled_code_routes_as_written() -> None:
+    """Inductor keeps bf16 values in fp32 between operators that it fuses: decisions, weights and scores would move."""
+
+    def layer(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        got = router.route(x * 1.1, 4)
+        values = router.scores_for_aux_loss(x * 1.1)
+        counts = losses.count_tokens(got.ids, 64)
+        loss = losses.load_balancing_loss(values, counts, x.shape[0], 4, 0.01)
+        return got.ids, got.weights.float() * 3, values, counts, loss, losses.z_loss(x * 1.1, 0.1), gate(x * 1.1, w)
+
+    x, w = logits(3000, 64, dtype=torch.bfloat16)[9:], logits(16, 64, dtype=torch.bfloat16)[9:]
+    want = layer(x, w)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer)
+    assert all(same(a, b) for a, b in zip(compiled(x, w), want, strict=True))
+    assert all(same(a, b) for a, b in zip(compiled(x[:50], w), layer(x[:50], w), strict=True))
 
 
 def test_padding_never_reaches_a_result() -> None:

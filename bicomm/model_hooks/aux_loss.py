@@ -15,17 +15,21 @@ lanes and blocks are `pinned.fixed_sum`, which has no order; each block's partia
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bicomm.as_written import as_written
 from bicomm.model_hooks import pinned
 
 BLOCKS = 256
 TILE = 2048  # lanes of a block that add in parallel; part of the order, so not to be tuned without a new contract
 PROB_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ADDENDS_AT_ONCE = 1 << 22  # of the definition: bounds its memory, whatever the rows (2**24 x 128 are 8 GB)
 COUNT_DTYPES = (torch.int16, torch.int32, torch.int64, torch.float32, torch.bfloat16)
 WIDE_COUNTS = (torch.int32, torch.int64)  # may exceed 2**24, so they enter as a sum of two fp32 values
 Reduction = Literal["blocked", "exact"]
@@ -72,10 +76,14 @@ class Partition:
 
 def coefficient(num_experts: int, coeff: float, topk: int, total: int, count_total: int | None = None) -> float:
     """C = E * coeff / topk / T / T in fp32, each step rounded, left to right. T: the total of the tokens."""
-    f = torch.float32
-    c = torch.tensor(num_experts, dtype=f) * torch.tensor(coeff, dtype=f) / torch.tensor(topk, dtype=f)
-    c = c / torch.tensor(total if count_total is None else count_total, dtype=torch.int64).to(f)
-    return float((c / torch.tensor(total, dtype=torch.int64).to(f)).item())
+
+    def fp32(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        # on the CPU whatever the default device is: a GPU's would wait for it, which no graph capture allows
+        return torch.tensor(value, dtype=dtype, device="cpu").to(torch.float32)
+
+    c = fp32(num_experts) * fp32(coeff) / fp32(topk)
+    c = c / fp32(total if count_total is None else count_total, torch.int64)
+    return float((c / fp32(total, torch.int64)).item())
 
 
 def _device_coefficient(num_experts: int, coeff: float, topk: int, total: Tensor, count_total: Tensor) -> Tensor:
@@ -104,25 +112,28 @@ def definition(probs: Tensor, counts: Tensor, c: Tensor | float, padding_mask: T
     rows, cols = probs.shape
     if rows == 0 or cols == 0:
         return torch.zeros((), dtype=torch.float32, device=probs.device)
-    x = probs.to(torch.float32)
-    if padding_mask is not None:
-        x = torch.where(padding_mask.unsqueeze(1), 0.0, x)
     p = Partition.of(rows, cols)
+    per_block, width = p.rows_per_block, p.tile_cols
+    at_once = max(1, ADDENDS_AT_ONCE // (per_block * width))  # blocks: they know nothing of each other
     tiles = -(-cols // p.tile_cols)
-    hi, lo = split_counts(torch.nn.functional.pad(counts, (0, tiles * p.tile_cols - cols)))
-    shape = (p.blocks, p.steps, p.tile_rows, p.tile_cols)
-    partial = torch.zeros(p.blocks, dtype=torch.float32, device=x.device)
-    for t in range(tiles):
-        part = slice(t * p.tile_cols, (t + 1) * p.tile_cols)
-        tile = x[:, part]
-        tile = torch.nn.functional.pad(tile, (0, p.tile_cols - tile.shape[1], 0, p.blocks * p.rows_per_block - rows))
-        tile = tile.view(p.blocks, p.rows_per_block, p.tile_cols)
-        tile = torch.nn.functional.pad(tile, (0, 0, 0, p.steps * p.tile_rows - p.rows_per_block)).view(shape)
-        acc = torch.zeros(p.blocks, p.tile_rows, p.tile_cols, dtype=torch.float32, device=x.device)
+    hi, lo = split_counts(torch.nn.functional.pad(counts, (0, tiles * width - cols)))
+    partial = torch.zeros(p.blocks, dtype=torch.float32, device=probs.device)
+    for t, first in itertools.product(range(tiles), range(0, p.blocks, at_once)):
+        part = slice(t * width, (t + 1) * width)
+        blocks = min(at_once, p.blocks - first)
+        lines = slice(first * per_block, min((first + blocks) * per_block, rows))
+        tile = probs[lines, part].to(torch.float32)
+        if padding_mask is not None:
+            tile = torch.where(padding_mask[lines].unsqueeze(1), 0.0, tile)
+        tile = torch.nn.functional.pad(tile, (0, width - tile.shape[1], 0, blocks * per_block - tile.shape[0]))
+        tile = tile.view(blocks, per_block, width)
+        tile = torch.nn.functional.pad(tile, (0, 0, 0, p.steps * p.tile_rows - per_block))
+        tile = tile.view(blocks, p.steps, p.tile_rows, width)
+        acc = torch.zeros(blocks, p.tile_rows, width, dtype=torch.float32, device=probs.device)
         for step in range(p.steps):
             acc = acc + tile[:, step]
         weighted = times_counts(acc, hi[part], None if lo is None else lo[part])
-        partial = partial + pinned.fixed_sum(weighted.flatten(1))
+        partial[first : first + blocks] += pinned.fixed_sum(weighted.flatten(1))
     return pinned.fixed_sum(partial * c)
 
 
@@ -156,13 +167,16 @@ def _check_total(total: int | Tensor, name: str, device: torch.device) -> None:
 
 
 def _check(
-    probs: Tensor, counts: Tensor, total: int | Tensor, num_experts: int, topk: int, padding_mask: Tensor | None
-) -> None:
+    probs: Tensor, counts: Tensor, total: int | Tensor, num_experts: int, topk: int, coeff: float,
+    padding_mask: Tensor | None,
+) -> None:  # fmt: skip
     if probs.dim() != 2 or probs.dtype not in PROB_DTYPES:
         raise TypeError(f"probs is [rows, cols] in fp32, fp16 or bf16; got {probs.dtype} {tuple(probs.shape)}")
     cols = probs.shape[1]
     if num_experts < 1 or topk < 1:
         raise ValueError(f"num_experts and topk are at least 1; got {num_experts} and {topk}")
+    if not math.isfinite(coeff):
+        raise ValueError(f"coeff is a finite number, got {coeff}")
     if cols % num_experts:
         raise ValueError(f"probs has {cols} columns, which is no multiple of num_experts = {num_experts}")
     if counts.shape != (cols,) or counts.dtype not in COUNT_DTYPES or counts.device != probs.device:
@@ -257,6 +271,7 @@ class _AuxLoss(torch.autograd.Function):
         return out, None, None, None, None, None, None, None, None, None
 
 
+@as_written
 def fused_moe_aux_loss(
     probs: Tensor,
     tokens_per_expert: Tensor,
@@ -291,7 +306,7 @@ def fused_moe_aux_loss(
     rows = 0 gives loss 0 and an empty gradient. A NaN or infinity among the products gives NaN. Raises TypeError or
     ValueError for what does not fit, naming both sides.
     """
-    _check(probs, tokens_per_expert, total_num_tokens, num_experts, topk, padding_mask)
+    _check(probs, tokens_per_expert, total_num_tokens, num_experts, topk, coeff, padding_mask)
     if count_total is not None:
         _check_total(count_total, "count_total", probs.device)
     if reduction not in ("blocked", "exact"):
@@ -307,6 +322,7 @@ def fused_moe_aux_loss(
     return loss
 
 
+@as_written
 def fused_moe_aux_loss_out(
     probs: Tensor,
     tokens_per_expert: Tensor,
@@ -326,7 +342,7 @@ def fused_moe_aux_loss_out(
     workspace: what :func:`aux_loss_workspace` says, contents free; missing, wrong dtype, wrong device, too small or
     not contiguous is an error that says which. Calls that may overlap (two streams) need a workspace each.
     """
-    _check(probs, tokens_per_expert, total_num_tokens, num_experts, topk, padding_mask)
+    _check(probs, tokens_per_expert, total_num_tokens, num_experts, topk, coeff, padding_mask)
     space = _check_workspace(workspace, probs.device)
     for name, buffer, shape, dtype in (("out", out, (), probs.dtype), ("const_buf", const_buf, (2,), torch.float32)):
         if buffer.shape != shape or buffer.dtype != dtype or buffer.device != probs.device:
@@ -334,6 +350,8 @@ def fused_moe_aux_loss_out(
                 f"{name} is {dtype} {shape} on {probs.device}; "
                 f"got {buffer.dtype} {tuple(buffer.shape)} on {buffer.device}"
             )
+        if not buffer.is_contiguous():
+            raise ValueError(f"{name} is not contiguous, strides {buffer.stride()}")
     if probs.is_cuda and probs.numel():
         from bicomm.model_hooks import aux_loss_kernel
 

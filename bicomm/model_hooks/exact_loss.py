@@ -16,6 +16,7 @@ from torch import Tensor
 LIMBS = 9
 LIMB_BITS = 32
 UNIT = -149  # exponent of the lowest bit of the lowest limb
+ADDENDS_AT_ONCE = 1 << 20  # of the definition: bounds its memory
 SUMS = LIMBS + 1  # the limbs, and the number of addends that are not finite
 
 
@@ -41,17 +42,20 @@ def _used_limbs(x: Tensor) -> range:
 
 def definition(probs: Tensor, padding_mask: Tensor | None = None) -> Tensor:
     """The exact column sums of probs [rows, cols] as int64 [10, cols], in plain torch."""
-    x = probs.to(torch.float32)
-    if padding_mask is not None:
-        x = torch.where(padding_mask.unsqueeze(1), 0.0, x)
-    sums = torch.zeros(SUMS, x.shape[1], dtype=torch.int64, device=x.device)
-    if x.numel() == 0:
+    rows, cols = probs.shape
+    sums = torch.zeros(SUMS, cols, dtype=torch.int64, device=probs.device)
+    if probs.numel() == 0:
         return sums
-    finite = torch.isfinite(x)
-    sums[LIMBS] = (~finite).sum(0)
-    x = torch.where(finite, x, 0.0)
-    for limb in _used_limbs(x):
-        sums[limb] = _digits(x, limb).sum(0)
+    at_once = max(1, ADDENDS_AT_ONCE // cols)
+    for first in range(0, rows, at_once):
+        x = probs[first : first + at_once].to(torch.float32)
+        if padding_mask is not None:
+            x = torch.where(padding_mask[first : first + at_once].unsqueeze(1), 0.0, x)
+        finite = torch.isfinite(x)
+        sums[LIMBS] += (~finite).sum(0)
+        x = torch.where(finite, x, 0.0)
+        for limb in _used_limbs(x):
+            sums[limb] += _digits(x, limb).sum(0)
     return sums
 
 
@@ -105,4 +109,4 @@ def finish(sums: Tensor, counts: Tensor, c: float | Tensor) -> Tensor:
 
         return exact_loss_kernel.finish(sums, counts, c)
     value = finish_definition(sums, counts, float(c))
-    return torch.tensor(value, dtype=torch.float32)
+    return torch.tensor(value, dtype=torch.float32, device=sums.device)

@@ -2,31 +2,54 @@
 
 y[t, e] = sum_k x[t, k] * w[e, k], in fp32, k ascending, K never split. On Hopper every kernel that walks K in order
 gives one canonical value (measured: 384 Triton configurations and cuBLAS agree), so the tile is free; it is chosen by
-(K, E, dtype) all the same, because that is not known for other GPUs. On a CPU rows go through fixed tiles of 64.
+(K, E, dtype) all the same, because that is not known for other GPUs. On a CPU the order is that of its BLAS, which
+sees one shape, one layout and one thread: tiles of 64 rows, copied.
 A 3-D input is a 2-D input with another shape: it never reaches bmm.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bicomm.as_written import as_written
+
 TILE = 64
 GATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+@contextlib.contextmanager
+def _one_fp32_product() -> Iterator[None]:
+    """`@` as it is in fp32 on one thread: autocast would round both sides to bf16, and a BLAS splits K over threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.to(torch.float32).clone(memory_format=torch.contiguous_format)
+
+
 def _tiled_rows(a: Tensor, b: Tensor) -> Tensor:
     """a [M, K] @ b [K, N] in fp32, 64 rows at a time, the last tile filled up with zeros: no row sees M."""
-    a, b = a.to(torch.float32), b.to(torch.float32)
+    b = _copied(b)
     out = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
-    for start in range(0, a.shape[0], TILE):
-        rows = a[start : start + TILE]
-        if rows.shape[0] < TILE:
-            rows = torch.nn.functional.pad(rows, (0, 0, 0, TILE - rows.shape[0]))
-        out[start : start + TILE] = (rows @ b)[: a.shape[0] - start]
+    tile = torch.zeros(TILE, a.shape[1], dtype=torch.float32, device=a.device)
+    with _one_fp32_product():
+        for start in range(0, a.shape[0], TILE):
+            rows = min(TILE, a.shape[0] - start)
+            tile[:rows] = a[start : start + rows]
+            tile[rows:] = 0.0
+            out[start : start + rows] = (tile @ b)[:rows]
     return out
 
 
@@ -45,10 +68,11 @@ def _sum_over_tokens(grad: Tensor, x: Tensor) -> Tensor:
         from bicomm.model_hooks import gate_kernel
 
         return gate_kernel.product(grad.t(), x)
-    out = torch.zeros(grad.shape[1], x.shape[1], dtype=torch.float32)
-    for start in range(0, x.shape[0], 16 * TILE):
-        part = slice(start, start + 16 * TILE)
-        out = out + grad[part].t().contiguous() @ x[part].to(torch.float32)
+    out = torch.zeros(grad.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
+    with _one_fp32_product():
+        for start in range(0, x.shape[0], 16 * TILE):
+            part = slice(start, start + 16 * TILE)
+            out = out + _copied(grad[part].t()) @ _copied(x[part])
     return out
 
 
@@ -67,6 +91,7 @@ class _Gate(torch.autograd.Function):
         return dx, dw
 
 
+@as_written
 def gate(x: Tensor, weight: Tensor) -> Tensor:
     """Router logits fp32 [..., E] from hidden states x [..., K] and weight [E, K]; differentiable in both.
 

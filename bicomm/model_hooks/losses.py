@@ -14,11 +14,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bicomm.as_written import as_written
 from bicomm.model_hooks import pinned, scores
 from bicomm.model_hooks.aux_loss import Reduction, fused_moe_aux_loss
 from bicomm.model_hooks.router import MAX_FUSED_EXPERTS
 
 
+def _flat_mask(mask: Tensor | None, tokens: torch.Size, device: torch.device) -> Tensor | None:
+    """The mask as bool [T]. `~` of any other dtype would be another number, and [S, B] for [B, S] other tokens."""
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool or mask.shape not in (tokens, (tokens.numel(),)) or mask.device != device:
+        raise ValueError(
+            f"padding_mask is bool {tuple(tokens)} on {device}, True where a token is padding; "
+            f"got {mask.dtype} {tuple(mask.shape)} on {mask.device}"
+        )
+    return mask.reshape(-1)
+
+
+@as_written
 def count_tokens(
     ids: Tensor, num_experts: int, *, padding_mask: Tensor | None = None, group: Any = None
 ) -> Tensor:  # fmt: skip
@@ -26,10 +40,10 @@ def count_tokens(
 
     Ids outside 0..num_experts-1 are not routed and do not count, nor does padding (bool [...], True = padding).
     """
-    if ids.is_floating_point():
+    if ids.is_floating_point() or ids.dtype == torch.bool:
         raise TypeError(f"ids are integers, got {ids.dtype}")
     flat = ids.reshape(-1, ids.shape[-1])
-    mask = None if padding_mask is None else padding_mask.reshape(-1)
+    mask = _flat_mask(padding_mask, ids.shape[:-1], ids.device)
     if ids.is_cuda:
         from bicomm.model_hooks import counts_kernel
 
@@ -44,13 +58,15 @@ def count_tokens(
     return counts
 
 
+@as_written
 def count_valid(tokens: Tensor, *, padding_mask: Tensor | None = None, group: Any = None) -> Tensor:
     """The number of tokens that are not padding, 0-dim int64 on the device of `tokens` [..., any], over `group`."""
     lead = tokens.shape[:-1]
-    if padding_mask is None:
+    mask = _flat_mask(padding_mask, lead, tokens.device)
+    if mask is None:
         total = torch.full((), lead.numel(), dtype=torch.int64, device=tokens.device)
     else:
-        total = (~padding_mask).sum(dtype=torch.int64)
+        total = (~mask).sum(dtype=torch.int64)
     if group is not None:
         dist.all_reduce(total, group=group)
     return total
@@ -65,7 +81,7 @@ def load_balancing_loss(
     counts int64 [E] and total are those of the whole step; padding_mask bool [...], True where a token is padding.
     """
     experts = values.shape[-1]
-    mask = None if padding_mask is None else padding_mask.reshape(-1)
+    mask = _flat_mask(padding_mask, values.shape[:-1], values.device)
     return fused_moe_aux_loss(
         values.reshape(-1, experts), counts, total, experts, topk, coeff, True, padding_mask=mask,
         reduction=reduction, group=group,
@@ -86,6 +102,8 @@ def sequence_loss(
     if values.dim() != 3 or ids.shape[:2] != values.shape[:2]:
         raise ValueError(f"scores are [S, B, E] and ids [S, B, k]; got {tuple(values.shape)} and {tuple(ids.shape)}")
     length, batch, experts = values.shape
+    if padding_mask is not None and padding_mask.shape != values.shape[:2]:
+        raise ValueError(f"padding_mask is bool {(length, batch)}, got {tuple(padding_mask.shape)}")
     exact_group = group if reduction == "exact" else None
     if padding_mask is None:
         shift = torch.arange(batch, device=ids.device).view(1, batch, 1) * experts
@@ -138,7 +156,7 @@ class GlobalBalance:
         experts = values.shape[-1]
         return fused_moe_aux_loss(
             values.reshape(-1, experts), self.counts, total, experts, topk, coeff, True, count_total=self.total,
-            padding_mask=None if padding_mask is None else padding_mask.reshape(-1), reduction=reduction, group=group,
+            padding_mask=_flat_mask(padding_mask, values.shape[:-1], values.device), reduction=reduction, group=group,
         )  # fmt: skip
 
     def reset(self) -> None:
@@ -189,6 +207,7 @@ class _ZLoss(torch.autograd.Function):
         return out.to(x.dtype)
 
 
+@as_written
 def z_loss(
     logits: Tensor, coeff: float, total: int | Tensor | None = None, *, padding_mask: Tensor | None = None,
     reduction: Reduction = "blocked", group: Any = None,
@@ -200,7 +219,7 @@ def z_loss(
     reduction, group: as for `fused_moe_aux_loss`.
     """
     x = logits.reshape(-1, logits.shape[-1])
-    mask = None if padding_mask is None else padding_mask.reshape(-1)
+    mask = _flat_mask(padding_mask, logits.shape[:-1], logits.device)
     if total is None:
         total = count_valid(x, padding_mask=mask, group=group)
     if mask is not None:

@@ -126,7 +126,7 @@ class Replay:
         ids, recorded = self.tape.ids[self.position], self.tape.names[self.position]
         if recorded and name and recorded != name:
             raise RuntimeError(f"router call {self.position} is {name!r}, but {recorded!r} was recorded at this place")
-        if ids.reshape(-1, ids.shape[-1]).shape != shape:
+        if ids.shape[-1:] != shape[1:] or ids.numel() != shape[0] * shape[1]:
             raise RuntimeError(
                 f"router call {self.position} ({name or 'unnamed'}) has (tokens, k) = {shape}, "
                 f"but {tuple(ids.shape)} was recorded"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bicomm.as_written import as_written
 from bicomm.model_hooks import replay, scores, topk
 from bicomm.model_hooks.scores import SCORE_FUNCTIONS, Rule, ScoreFunction
 
@@ -127,7 +128,8 @@ class _Route(torch.autograd.Function):
             if dense:
                 routed = (ids >= 0) & (ids < E)
                 where = torch.where(routed, ids, E).to(torch.int64)
-                first = weights.new_zeros(T, E + 1).scatter_(1, where, weights)[:, :E].to(weights_dtype)
+                nothing = 0.0 if rule.scaling_factor is None else 0.0 * rule.scaling_factor  # -0 for a negative one
+                first = weights.new_full((T, E + 1), nothing).scatter_(1, where, weights)[:, :E].to(weights_dtype)
                 second = torch.zeros(T, E + 1, dtype=torch.bool, device=x.device).scatter_(1, where, True)[:, :E]
             else:
                 first, second = weights.to(weights_dtype), ids
@@ -163,14 +165,18 @@ def _run(
     _check(logits, rule, bias, padding, index_dtype)
     x = logits.reshape(-1, logits.shape[-1])
     mask = None if padding is None else padding.reshape(-1).contiguous()
+    bias = None if bias is None else bias.detach().contiguous()
     shape = (x.shape[0], rule.topk)
     source = None
     if ids is None:
         ids, source = replay.fixed_ids(shape, name)
     if ids is not None:
-        if ids.numel() != shape[0] * shape[1] or ids.is_floating_point():
+        wrong = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
+        if wrong or ids.shape[-1:] != shape[1:] or ids.numel() != shape[0] * shape[1]:
             raise ValueError(f"ids to route by are integers [tokens, k] = {shape}; got {ids.dtype} {tuple(ids.shape)}")
-        ids = ids.reshape(shape).to(device=x.device, dtype=index_dtype).contiguous()
+        # to -1..E before anything makes it narrower: 65,536 is no expert, and 0 in int16. Also makes a tensor that a
+        # backward may keep of one that was recorded in inference mode.
+        ids = ids.reshape(shape).to(device=x.device, dtype=torch.int64).clamp(-1, x.shape[1]).to(index_dtype)
         if mask is not None:
             ids = ids.masked_fill(mask.unsqueeze(-1), -1)
         if source is not None and source.check:
@@ -179,7 +185,7 @@ def _run(
                 replay.compare_ids(live, ids, padding_mask=mask, call=source.position - 1, name=name)
             )
     first, second, used = _Route.apply(
-        x, None if bias is None else bias.detach(), mask, ids, rule, index_dtype,
+        x, bias, mask, ids, rule, index_dtype,
         logits.dtype if weights_dtype is None else weights_dtype, dense,
     )  # fmt: skip
     replay.note(used, name)
@@ -187,6 +193,28 @@ def _run(
     return first.view(*lead, first.shape[-1]), second.view(*lead, second.shape[-1]), used
 
 
+def _is_bitmap(routing_map_format: str | int) -> bool:
+    formats = ("bytemap", "bitmap_u8")
+    if isinstance(routing_map_format, str):
+        known = routing_map_format in formats
+        index = formats.index(routing_map_format) if known else -1
+    else:
+        index = int(routing_map_format)  # TransformerEngine's enumeration has these numbers
+        known = index in (0, 1)
+    if not known:
+        raise ValueError(f"routing_map_format is {formats[0]!r} (0) or {formats[1]!r} (1), got {routing_map_format!r}")
+    return index == 1
+
+
+def _pack(routing_map: Tensor) -> Tensor:
+    """bool [..., E] as uint8 [..., ceil(E / 8)], the lowest expert in the lowest bit."""
+    length = -(-routing_map.shape[-1] // 8)
+    whole = torch.nn.functional.pad(routing_map, (0, 8 * length - routing_map.shape[-1]))
+    place = torch.arange(8, dtype=torch.uint8, device=routing_map.device)
+    return (whole.view(*routing_map.shape[:-1], length, 8).to(torch.uint8) << place).sum(-1, dtype=torch.uint8)
+
+
+@as_written
 def route(
     logits: Tensor,
     k: int,
@@ -215,8 +243,9 @@ def route(
                      chosen; a group's score is the sum of its group_score_topk best values (default k // group_topk).
     expert_bias      [E]: added to the scores for the selection only; the weights are of the raw scores.
     padding_mask     bool [...], True where a token is padding: ids -1, weights 0, gradient 0, whatever its logits are.
-    ids              [..., k]: route by these instead of choosing; -1 or E and above is "not routed" (weight 0). The
-                     ids of one token must differ. Inside `replay.replay` they come from the tape.
+    ids              [..., k]: route by these instead of choosing; below 0 or from E on is "not routed" (weight 0, and
+                     returned as -1 or E). The routed ids of one token must differ. Inside `replay.replay` they come
+                     from the tape.
     index_dtype      int16, int32 or int64. weights_dtype: default that of the logits. name: for `replay`.
 
     Returns weights [..., k] and ids [..., k], in the order value descending, then id ascending; -0 equals +0, NaN comes
@@ -231,6 +260,7 @@ def route(
     return Routing(weights, chosen)
 
 
+@as_written
 def fused_topk_with_score_function(
     logits: Tensor,
     topk: int,
@@ -240,6 +270,7 @@ def fused_topk_with_score_function(
     scaling_factor: float | None,
     score_function: str,
     expert_bias: Tensor | None,
+    routing_map_format: str | int = "bytemap",
     topk_indices: Tensor | None = None,
     *,
     padding_mask: Tensor | None = None,
@@ -248,17 +279,26 @@ def fused_topk_with_score_function(
     """TransformerEngine's signature: dense weights [..., E] in the dtype of the logits, and bool map [..., E].
 
     With topk_indices, an int16/32/64 buffer [..., topk], the ids are written there and returned in place of the map.
-    The arguments mean what they mean in :func:`route`, and so do the errors.
+    routing_map_format: "bytemap" (or 0), or "bitmap_u8" (or 1) for a map uint8 [..., ceil(E / 8)], where bit e % 8 of
+    byte e // 8 says expert e. The other arguments mean what they mean in :func:`route`, and so do the errors. What
+    TransformerEngine has behind these, for quantile balancing, is not here.
     """
+    packed = _is_bitmap(routing_map_format)
+    if topk_indices is not None:
+        if topk_indices.shape != (*logits.shape[:-1], topk) or topk_indices.device != logits.device:
+            raise ValueError(
+                f"topk_indices is {(*logits.shape[:-1], topk)} on {logits.device}, "
+                f"got {tuple(topk_indices.shape)} on {topk_indices.device}"
+            )
+        if packed:
+            raise ValueError("topk_indices takes the place of the map: it goes with routing_map_format='bytemap' only")
     rule = _rule(
         logits.shape[-1], topk, score_function, use_pre_softmax, None, scaling_factor, num_groups, group_topk, None
     )
     index_dtype = torch.int64 if topk_indices is None else topk_indices.dtype
     probs, routing_map, ids = _run(logits, rule, expert_bias, padding_mask, None, index_dtype, None, True, name)
     if topk_indices is None:
-        return probs, routing_map
-    if topk_indices.shape != (*logits.shape[:-1], topk):
-        raise ValueError(f"topk_indices is {(*logits.shape[:-1], topk)}, got {tuple(topk_indices.shape)}")
+        return probs, _pack(routing_map) if packed else routing_map
     topk_indices.copy_(ids.view(topk_indices.shape))
     return probs, topk_indices
 
@@ -286,6 +326,7 @@ class _AllScores(torch.autograd.Function):
         return g.to(x.dtype), None
 
 
+@as_written
 def scores_for_aux_loss(
     logits: Tensor, score_function: ScoreFunction = "softmax", *, padding_mask: Tensor | None = None
 ) -> Tensor:
@@ -305,13 +346,17 @@ def scores_for_aux_loss(
     return out.view(logits.shape)
 
 
+@as_written
 def fused_compute_score_for_moe_aux_loss(
-    logits: Tensor, topk: int, score_function: str, *, padding_mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """TransformerEngine's signature: (bool map [..., E] of the topk best scores, fp32 scores [..., E]).
+    logits: Tensor, topk: int, score_function: str, routing_map_format: str | int = "bytemap", *,
+    padding_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """TransformerEngine's signature: (map of the topk best scores, fp32 scores [..., E]).
 
-    Neither bias nor groups enter: these are the scores and choices that the auxiliary loss balances.
+    The map is as in :func:`fused_topk_with_score_function`. Neither bias nor groups enter: these are the scores and
+    choices that the auxiliary loss balances.
     """
+    packed = _is_bitmap(routing_map_format)
     values = scores_for_aux_loss(logits, score_function, padding_mask=padding_mask)  # type: ignore[arg-type]
     rule = _rule(logits.shape[-1], topk, score_function, True, None, None, None, None, None)
     _, routing_map, _ = _Route.apply(
@@ -319,4 +364,5 @@ def fused_compute_score_for_moe_aux_loss(
         None if padding_mask is None else padding_mask.reshape(-1).contiguous(), None, rule, torch.int64,
         torch.float32, True,
     )  # fmt: skip
-    return routing_map.view(logits.shape), values
+    routing_map = routing_map.view(logits.shape)
+    return _pack(routing_map) if packed else routing_map, values

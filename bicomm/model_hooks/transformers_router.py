@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from bicomm.as_written import as_written
 from bicomm.model_hooks import losses, router
 from bicomm.model_hooks.gate import gate
 
@@ -41,6 +42,7 @@ class ReplacedRouters:
         self.remove()
 
 
+@as_written
 def _forward(module: Any, hidden: Tensor, *, name: str, aux_coeff: float, z_coeff: float) -> tuple[Tensor, ...]:
     hidden = hidden.reshape(-1, module.hidden_dim)
     logits = gate(hidden, module.weight)
