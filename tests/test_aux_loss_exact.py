@@ -89,6 +89,18 @@ def test_the_loss_is_the_exact_sum_rounded_once(data: st.DataObject) -> None:
     assert torch.equal(parts, sums)
 
 
+def test_flushed_subnormals_are_in_the_sums_all_the_same() -> None:
+    x = torch.tensor([[2.0**-149], [2.0**-130], [1.0]])
+    want = exact_loss.definition(x)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormals")
+    try:
+        got = exact_loss.definition(x)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(got, want) and want[0].item() == 1 + 2**19
+
+
 def test_ties_and_cancellations() -> None:
     for column, want in [
         ([1.0, 2.0**-24, 2.0**-60], 1.0 + 2.0**-23),

@@ -34,8 +34,9 @@ def _digits(x: Tensor, limb: int) -> Tensor:
 
 def _used_limbs(x: Tensor) -> range:
     """The limbs that finite fp32 x can touch."""
-    exponent = (x.view(torch.int32) & 0x7FFFFFFF) >> 23
-    low = int(torch.where(x == 0, 255, exponent).min().clamp(1, 254))
+    magnitude = x.view(torch.int32) & 0x7FFFFFFF  # integers: set_flush_denormal makes x == 0 true for a subnormal
+    exponent = magnitude >> 23
+    low = int(torch.where(magnitude == 0, 255, exponent).min().clamp(1, 254))
     high = int(exponent.max().clamp(1, 254))
     return range((low - 1) // LIMB_BITS, (high - 1 + 23) // LIMB_BITS + 1)
 
