@@ -21,12 +21,14 @@ def default_communicator(group: dist.ProcessGroup | None = None, device: torch.d
 
     Collective the first time. It has no contract of its own: each call names one. `bicomm.shutdown` closes it.
     """
-    from bicomm.world import at_shutdown, current
+    from bicomm.world import at_shutdown, current, stands
 
     chosen = group if group is not None else current().group
     where = current().device if device is None else device
     key = (chosen, where.type)
     if key not in _made:
+        for other in [other for other in _made if not stands(other[0])]:
+            _forget(other)
         if not _made:
             at_shutdown(forget)
         made = _made[key] = Communicator(chosen, device=where)
@@ -36,9 +38,14 @@ def default_communicator(group: dist.ProcessGroup | None = None, device: torch.d
 
 def forget() -> None:
     """Close the communicators that this module made."""
-    while _made:
-        _made.popitem()[1].close()
-    _by_handle.clear()
+    for key in list(_made):
+        _forget(key)
+
+
+def _forget(key: tuple[dist.ProcessGroup, str]) -> None:
+    gone = _made.pop(key)
+    del _by_handle[gone.handle]
+    gone.close()
 
 
 def _at_hand(group: dist.ProcessGroup | None) -> Communicator:

@@ -6,10 +6,10 @@ import atexit
 import contextlib
 import dataclasses
 import json
+import math
+import numbers
 import os
-import socket
 import sys
-from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -17,9 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.distributed_c10d import _world as _groups
 
 from bicomm.errors import LaunchError, NotInitialized
 from bicomm.ranks import rendezvous
+from bicomm.ranks.attempt import meet
 from bicomm.ranks.launchers import detect
 from bicomm.ranks.peers import Peer, local_rank, place, shares_gpu, this_process
 
@@ -59,7 +61,7 @@ class World:
 
 _current: World | None = None
 _maker: World | None = None  # the world whose process group was made here
-_attempts: Counter[str] = Counter()
+_home = 0  # the process that these are of: a fork inherits them, and is no rank
 _closers: list[Callable[[], None]] = []
 
 
@@ -74,24 +76,43 @@ def init(
     group: an existing process group. comm: an mpi4py communicator. Without either: torch.distributed's default group
     where there is one, else the launcher's word, else this process is a world of its own. device: `cpu` or a GPU;
     without it, the GPU that is set, or the one of the local rank. timeout: seconds to wait for the others, and for each
-    collective of a group that is made here. Called again without arguments it returns the same world.
+    collective of a group that is made here. Called again without arguments it returns the same world, as long as its
+    process group is there.
 
-    Raises LaunchError where the environment makes no sense, or the ranks do not find each other.
+    Raises LaunchError where the environment makes no sense, or the ranks do not find each other: then on all that
+    came, and all can try again, however often each of them did.
     """
     global _current
-    if group is None and comm is None and device is None and _current is not None and dist.is_initialized():
+    if group is None and comm is None and device is None and _current is not None and stands(_current.group):
         return _current
     _current = resolve(group, comm, device, timeout)
     return _current
 
 
 def current() -> World:
-    """The world of the last `init`. Raises NotInitialized before it."""
-    if _current is None or not dist.is_initialized():
+    """The world of the last `init`. Raises NotInitialized before it, and after its process group was destroyed."""
+    if _forked():
+        raise NotInitialized(_FORKED.format(_home))
+    if _current is None or not stands(_current.group):
         raise NotInitialized(
             "no ranks are known yet. Write, once and on every rank:\n    import bicomm\n    bicomm.init()"
         )
     return _current
+
+
+def stands(group: dist.ProcessGroup) -> bool:
+    """Whether this process may use the group: torch has not destroyed it, and it was not inherited by a fork."""
+    return group in _groups.pg_map and not _forked()
+
+
+_FORKED = (
+    "this process was forked from process {}, which is a rank, and is none itself: call bicomm in that one only, or "
+    "start ranks with a launcher"
+)
+
+
+def _forked() -> bool:
+    return _home not in (0, os.getpid())
 
 
 def at_shutdown(close: Callable[[], None]) -> None:
@@ -103,9 +124,11 @@ def shutdown() -> None:
     """Forget the ranks, and destroy the process group if `init` made it. Without an `init`, nothing happens."""
     global _current, _maker
     _current, maker, _maker = None, _maker, None
+    if _forked():  # an exit function that was inherited: these connections are the parent's
+        return
     while _closers:
         _closers.pop()()
-    if maker is None or not dist.is_initialized():
+    if maker is None or not stands(maker.group):
         return
     # A store goes with the process that holds it, which therefore leaves last. But a process that ends by an exception
     # waits for nobody, and where the holder has gone there is nothing to wait for.
@@ -122,8 +145,10 @@ def resolve(
     timeout: float = TIMEOUT,
 ) -> World:
     """What `init` does, without making the result the current world."""
-    if group is not None and comm is not None:
-        raise ValueError("init takes a process group or an mpi4py communicator, not both")
+    global _home
+    _check(group, comm, timeout)
+    if _forked():
+        raise LaunchError(_FORKED.format(_home))
     wanted = torch.device(device) if device is not None else None
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
@@ -132,17 +157,34 @@ def resolve(
                 f"torch.distributed is initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but comm is "
                 f"rank {comm.Get_rank()} of {comm.Get_size()}: pass group= for a part of the ranks"
             )
-    if group is not None:
-        return _from_group(group, wanted, timeout)
-    return _from_launcher(comm, wanted, timeout)
+    found = _from_launcher(comm, wanted, timeout) if group is None else _from_group(group, wanted, timeout)
+    _home = os.getpid()
+    return found
+
+
+def _check(group: Any, comm: Any, timeout: Any) -> None:
+    if group is not None and comm is not None:
+        raise ValueError("init takes a process group or an mpi4py communicator, not both")
+    if hasattr(group, "Get_rank"):
+        raise TypeError("group is a torch process group; an mpi4py communicator goes into comm=")
+    if hasattr(group, "get_group"):
+        raise TypeError("group is a torch process group: pass a mesh's own, mesh.get_group(dimension)")
+    if isinstance(group, (str, torch.device)):
+        raise TypeError(f"group is a torch process group, got {group!r}; a device goes into device=")
+    if comm is not None and not hasattr(comm, "Get_rank"):
+        raise TypeError(f"comm is an mpi4py communicator, got {type(comm).__name__}")
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
+        raise TypeError(f"timeout is a number of seconds, got {timeout!r}")
+    if not (math.isfinite(float(timeout)) and float(timeout) > 0):
+        raise ValueError(f"a time-out is a positive number of seconds, got {timeout}")
 
 
 def _from_group(group: dist.ProcessGroup, wanted: torch.device | None, timeout: float) -> World:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise ValueError("this rank is not in the group: only its members call init with it")
-    store = _own_part(_get_process_group_store(group), f"group {group.group_name}")
-    peers = _introduce(store, rank, size, local_rank(os.environ), wanted, timeout)
+    shared = dist.PrefixStore(f"bicomm/group {group.group_name}", _get_process_group_store(group))
+    store, peers = _introduce(shared, rank, size, local_rank(os.environ), wanted, timeout)
     return _world(rank, size, "process group", group, store, peers)
 
 
@@ -163,26 +205,26 @@ def _from_launcher(comm: Any, wanted: torch.device | None, timeout: float) -> Wo
             store = rendezvous.over_slurm(launch, os.environ, timeout)
         else:
             store = dist.HashStore()
-    store = _own_part(store, f"{launcher} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}")
-    peers = _introduce(store, rank, size, local, wanted, timeout)
+    shared = dist.PrefixStore(f"bicomm/{launcher} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}", store)
+    store, peers = _introduce(shared, rank, size, local, wanted, timeout)
     on_gpus = all(peer.gpus for peer in peers)
     nccl = on_gpus and size > 1 and not shares_gpu(peers) and dist.is_nccl_available()
     if on_gpus:  # before NCCL looks at it
         torch.cuda.set_device(peers[rank].current)
     limit = timedelta(seconds=timeout)
     backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
-    dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=limit)
+    try:
+        own = dist.PrefixStore("group", store)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=limit)
+    except RuntimeError as error:
+        raise LaunchError(
+            f"rank {rank} of {size} met the others, but torch.distributed could not connect them by {backend}: {error}"
+        ) from error
     atexit.unregister(shutdown)
     atexit.register(shutdown)
     assert dist.group.WORLD is not None
     _maker = _world(rank, size, launcher, dist.group.WORLD, store, peers)
     return _maker
-
-
-def _own_part(store: dist.Store, name: str) -> dist.Store:
-    """A part of the store that only this call uses: what an earlier one left there would be taken for news."""
-    _attempts[name] += 1
-    return dist.PrefixStore(f"bicomm/{name}/{_attempts[name]}", store)
 
 
 def _world(
@@ -196,24 +238,19 @@ def _world(
 
 
 def _introduce(
-    store: dist.Store, rank: int, size: int, local: int, wanted: torch.device | None, timeout: float
-) -> tuple[Peer, ...]:
-    """Tell the others of this rank and hear of them. Raises the same LaunchError on all ranks where they do not fit."""
-    if store.add(f"claim/{rank}", 1) > 1:
-        raise LaunchError(
-            f"another process is rank {rank} already (this one is {os.getpid()} on {socket.gethostname()}): two jobs "
-            f"use one MASTER_ADDR and MASTER_PORT, or two processes were given one rank"
-        )
-    mine, refusal = None, None
+    shared: dist.Store, rank: int, size: int, local: int, wanted: torch.device | None, timeout: float
+) -> tuple[dist.Store, tuple[Peer, ...]]:
+    """A store of these ranks alone, and what each told of itself. Raises the same LaunchError on all ranks where they
+    do not fit."""
+    refusal = None
     try:
-        mine = this_process(local, wanted)
-        store.set(f"peer/{rank}", json.dumps(dataclasses.asdict(mine)))
+        mine = dataclasses.asdict(this_process(local, wanted))
     except (RuntimeError, ValueError) as error:
-        refusal = error
-        store.set(f"peer/{rank}", json.dumps({"refusal": str(error)}))
-    told = [json.loads(text) for text in _hear(store, rank, size, timeout)]
+        refusal, mine = error, {"refusal": str(error)}
+    store, said = meet(shared, rank, size, json.dumps(mine).encode(), timeout)
     if refusal is not None:
         raise refusal
+    told = [json.loads(text) for text in said]
     refusals = [f"rank {r}: {one['refusal']}" for r, one in enumerate(told) if "refusal" in one]
     if refusals:
         raise LaunchError(f"init stopped on every rank, because some refused their arguments: {'; '.join(refusals)}")
@@ -223,14 +260,4 @@ def _introduce(
         raise LaunchError(
             f"some ranks use a GPU and some do not ({', '.join(without)}): init all with one kind of device"
         )
-    return place(peers)
-
-
-def _hear(store: dist.Store, rank: int, size: int, timeout: float) -> list[bytes]:
-    keys = [f"peer/{other}" for other in range(size)]
-    try:
-        store.wait(keys, timedelta(seconds=timeout))
-    except RuntimeError as error:
-        missing = [other for other in range(size) if not store.check([keys[other]])]
-        raise LaunchError(f"rank {rank} of {size} waited {timeout:g} s for ranks {missing} to call init") from error
-    return [bytes(store.get(key)) for key in keys]
+    return store, place(peers)

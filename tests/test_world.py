@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,8 +18,10 @@ import torch
 import torch.distributed as dist
 from ranks import RankResult, run_ranks
 
+import bicomm
 import bicomm.world as world
 from bicomm.errors import LaunchError, NotInitialized
+from bicomm.ranks.attempt import meet
 from bicomm.ranks.rendezvous import slurm_ports
 
 
@@ -234,8 +238,9 @@ def test_every_rank_is_told_what_went_wrong() -> None:
     assert "rank 1: device cuda:0 was asked for, but torch sees no GPU" in first["device"]
     assert second["device"].startswith("RuntimeError: device cuda:0") and "rank 1" in third["device"]
     assert "rank 2: device must be cpu or cuda, got meta" in first["kind"] and third["kind"].startswith("ValueError")
-    assert first["late"] == "LaunchError: rank 0 of 3 waited 2 s for ranks [2] to call init"
-    assert "ranks [2]" in second["late"]
+    for rank, one in enumerate((first, second)):  # the first that gives up speaks for both
+        assert one["late"].startswith(f"LaunchError: rank {rank} of 3 ")
+        assert one["late"].endswith("waited 2 s for ranks [2] to call init")
     for one in (first, second, third):
         assert "the Slurm node list 'gpu[1' cannot be read" in one["nodes"]
         assert "SLURM_STEP_NODELIST" in one["no nodes"]
@@ -280,3 +285,129 @@ def test_mpi_without_mpi4py_or_with_another_one() -> None:
     missing, other = run_ranks(1, _mpi_by_variables_only, launcher="fork")[0].value
     assert "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2" in missing and "pip install 'bicomm[mpi]'" in missing
     assert "mpi4py says rank 0 of 1" in other and "Open MPI" in other
+
+
+def _left_alone() -> list[str]:
+    """Two ranks try without the third, one of them twice; then all together. So from a launcher and from a group."""
+    rank, told = int(os.environ["RANK"]), []
+    board = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, False)
+
+    def attempt(seconds: float) -> None:
+        try:
+            told.append(str(_sum(world.init(device="cpu", timeout=seconds))))
+        except LaunchError as error:
+            told.append(str(error))
+
+    for step in range(2):
+        for _ in range(2 - rank):
+            attempt(0.2)
+        board.set(f"tried {step} {rank}", "")
+        board.wait([f"tried {step} {other}" for other in range(3)])
+        attempt(20.0)
+    world.shutdown()
+    return told
+
+
+def test_ranks_that_were_left_alone_find_the_others_later() -> None:
+    first, second, third = (r.value for r in run_ranks(3, _left_alone, launcher="fork"))
+    assert third == ["6", "6"]
+    assert second[1::2] == ["6", "6"] and first[2::3] == ["6", "6"]
+    for told in [*second[::2], *(text for text in first if text != "6")]:
+        assert "to call init" in told, told
+
+
+def _threads_meet(arguments: list[tuple[int, float, float]], size: int, store: dist.Store | None = None) -> list[Any]:
+    """meet() by threads: (rank, seconds to sleep first, time-out); what each heard, or its error."""
+    store = dist.HashStore() if store is None else store
+
+    def one(argument: tuple[int, float, float]) -> Any:
+        rank, pause, timeout = argument
+        time.sleep(pause)
+        try:
+            return meet(store, rank, size, b"%d" % rank, timeout)[1]
+        except LaunchError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(arguments)) as pool:
+        return list(pool.map(one, arguments))
+
+
+def test_an_attempt_ends_in_one_way_on_all_ranks() -> None:
+    """A rank whose patience is short ends the attempt for those that wait with it; they go on to the next one."""
+    store = dist.HashStore()
+    comings = [(0, 0.0, 0.3), (1, 0.0, 0.9), (1, 0.6, 20.0), (2, 0.9, 20.0), (0, 1.2, 20.0)]
+    first, second, *together = _threads_meet(comings, 3, store)
+    assert first == "rank 0 of 3 waited 0.3 s for ranks [2] to call init"
+    assert second == "rank 1 of 3 stopped waiting, because rank 0 waited 0.3 s for ranks [2] to call init"
+    assert together == [[b"0", b"1", b"2"]] * 3
+    comings = [(0, 0.0, 0.3), (1, 0.0, 20.0), (2, 0.6, 20.0), (0, 0.9, 20.0)]
+    assert _threads_meet(comings, 3, store)[1:] == [[b"0", b"1", b"2"]] * 3
+    assert _threads_meet([(2, 0.0, 20.0), (1, 0.1, 20.0), (0, 0.2, 20.0)], 3, store) == [[b"0", b"1", b"2"]] * 3
+
+
+@pytest.mark.parametrize("decided", ["all are there", "given up"])
+def test_whoever_decides_first_decides_for_all(decided: str) -> None:
+    """A rank that saw all others, and one that gave up at that moment, must not leave with different outcomes."""
+    store = dist.HashStore()
+    part = dist.PrefixStore("0", store)
+    store.add("attempt", 0)
+    for other in (1, 2):
+        part.set(f"said/{other}", f"{other}")
+    lost = {"by": 1, "why": "waited 1 s for ranks [2] to call init"}
+    part.compare_set("verdict", "", json.dumps({} if decided == "all are there" else lost))
+    if decided == "all are there":
+        assert meet(store, 0, 3, b"0", 0.9)[1] == [b"0", b"1", b"2"]
+    else:
+        with pytest.raises(LaunchError, match="rank 0 of 3 stopped waiting, because rank 1 waited 1 s"):
+            meet(store, 0, 3, b"0", 0.9)
+    assert store.add("attempt", 0) == 1
+
+
+def test_a_message_of_each_rank_reaches_all_and_nothing_stays_for_the_next_attempt() -> None:
+    store = dist.HashStore()
+    for _ in range(3):
+        assert _threads_meet([(r, 0.0, 20.0) for r in range(4)], 4, store) == [[b"0", b"1", b"2", b"3"]] * 4
+
+
+def test_what_init_is_given_in_the_wrong_place_is_told() -> None:
+    class Communicator:
+        def Get_rank(self) -> int:  # as mpi4py spells it
+            return 0
+
+    wrong: Any
+    for wrong, words in ((Communicator(), "goes into comm="), ("cpu", "goes into device=")):
+        with pytest.raises(TypeError, match=words):
+            world.init(wrong)
+    with pytest.raises(TypeError, match="comm is an mpi4py communicator, got int"):
+        world.init(comm=3)
+    for wrong in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="positive number of seconds"):
+            world.init(timeout=wrong)
+    for wrong in (None, "5", True):
+        with pytest.raises(TypeError, match="timeout is a number of seconds"):
+            world.init(timeout=wrong)
+
+
+def _remade() -> list[bool]:
+    """A process group that its user destroys and makes again: the old world is none any more."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    base = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, False)
+    told, worlds = [], []
+    for name in ("first", "second"):
+        dist.init_process_group("gloo", store=dist.PrefixStore(name, base), rank=rank, world_size=size)
+        worlds.append(world.init())
+        told += [worlds[-1] is world.init() is world.current(), worlds[-1].group is dist.group.WORLD]
+        told.append(bicomm.combine(torch.ones(size, 1), "exact").tolist() == [[2.0]])
+        last = bicomm.default_communicator()
+        told.append(bicomm.Communicator(mode="exact").combine(torch.ones(size, 1)).tolist() == [[2.0]])
+        dist.destroy_process_group()
+        with pytest.raises(NotInitialized):
+            world.current()
+    told += [worlds[0] is not worlds[1], last is next(iter(bicomm.front._made.values())), len(bicomm.front._made) == 1]
+    world.shutdown()
+    return told
+
+
+def test_a_destroyed_process_group_is_no_world_any_more() -> None:
+    for result in run_ranks(2, _remade, launcher="fork"):
+        assert result.value == [True] * 11

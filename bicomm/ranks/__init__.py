@@ -2,4 +2,5 @@
 
 launchers    torchrun, Open MPI, MPICH, Slurm     peers    a process's place: host, GPU, namespace
 rendezvous   how ranks without an address meet    alive    is a process still there
+attempt      how they try until all are there
 """
