@@ -14,6 +14,7 @@ from bicomm.contract import Contract
 
 Mode = str | Contract
 _OUTPUTS = (torch.float32, torch.bfloat16)
+_MOST = 1 << 56  # rows or bytes: more than any machine holds, and far from where 64 bits end
 
 
 def contract_of(mode: Mode) -> Contract:
@@ -57,9 +58,15 @@ def splits_of(splits: Any, rows: int | None, size: int) -> tuple[int, ...]:
     for rank, value in enumerate(values):
         if value < 0:
             raise ValueError(f"splits[{rank}] is {value}: the tokens of a rank cannot be negative")
+        if value > _MOST:
+            raise ValueError(f"splits[{rank}] is {_shown_number(value)}: no memory holds the tokens of that rank")
     if rows is not None and sum(values) != rows:
         raise ValueError(f"splits {_shown(values)} sum to {sum(values)}, and x has {rows} rows: they must be equal")
     return values
+
+
+def _shown_number(value: int) -> str:
+    return str(value) if abs(value) < 1 << 200 else f"a number of {value.bit_length()} bits"
 
 
 def _shown(values: Sequence[int]) -> str:
@@ -89,6 +96,44 @@ def integers(values: Any, name: str) -> tuple[int, ...]:
         raise TypeError(f"{name} are integers, got {_shown(values)}") from error
 
 
+def _integer(value: Any, name: str) -> int:
+    """An integer of whatever type, Python's, numpy's, a tensor's, as Python's."""
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} is an integer, got {type(value).__name__} {value!r}"[:500]) from error
+
+
+def natural(value: Any, name: str) -> int:
+    """An integer of 0 or more that no machine finds too large."""
+    number = _integer(value, name)
+    if number < 0:
+        raise ValueError(f"{name} is {_shown_number(number)}: expected 0 or more")
+    if number > _MOST:
+        raise ValueError(f"{name} is {_shown_number(number)}: no memory holds that")
+    return number
+
+
+def buffer_of(tokens: Any, hidden: Any, dtype: Any) -> tuple[tuple[int, int], int]:
+    """The shape of a buffer [tokens, hidden], and its bytes."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is a torch.dtype, got {dtype!r}")
+    shape = _integer(tokens, "tokens"), _integer(hidden, "hidden")
+    if min(shape) < 0:
+        raise ValueError(f"a buffer has at least 0 rows and columns, got {list(shape)}")
+    return shape, natural(shape[0] * shape[1] * dtype.itemsize, "the number of bytes of a buffer")
+
+
+def count_of(own: Any) -> int | Tensor:
+    """This rank's own count: an int, or an integer tensor of one element on a GPU, which is read there."""
+    if isinstance(own, Tensor):
+        if own.is_floating_point() or own.is_complex() or own.dtype == torch.bool or own.numel() != 1:
+            raise TypeError(f"a count is an integer tensor of one element, got {own.dtype} {tuple(own.shape)}")
+        if own.is_cuda:
+            return own
+    return natural(own, "a count")
+
+
 def check_operand(x: Any, name: str, device: torch.device, dtypes: Sequence[torch.dtype], advice: str) -> None:
     """A 2-D tensor of one of `dtypes`, on the group's device."""
     if not isinstance(x, Tensor):
@@ -105,6 +150,12 @@ def check_operand(x: Any, name: str, device: torch.device, dtypes: Sequence[torc
         raise ValueError(f"{name} has shape {tuple(x.shape)}: hidden is at least 1")
     if dtypes and x.dtype not in dtypes:
         raise TypeError(f"{name} is {name_of(x.dtype)}: expected {' or '.join(map(name_of, dtypes))}; {advice}")
+
+
+def resolved(x: Tensor) -> Tensor:
+    """The tensor with the numbers that it shows in its memory, which is what others read: torch negates and conjugates
+    lazily."""
+    return x.resolve_neg().resolve_conj()
 
 
 def check_partials(x: Any, device: torch.device, mode: Any) -> None:
@@ -149,6 +200,8 @@ def check_gathered(out: Any, x: Tensor, rows: int) -> None:
 def _check_given(out: Any, shape: tuple[int, ...], device: torch.device) -> None:
     if not isinstance(out, Tensor):
         raise TypeError(f"out is a torch.Tensor or None, got {type(out).__name__}")
+    if out.is_neg() or out.is_conj():
+        raise ValueError("out is a view that torch negates or conjugates lazily: pass a tensor that is none")
     if tuple(out.shape) != shape or _elsewhere(out.device, device) or not out.is_contiguous():
         raise ValueError(
             f"out has shape {tuple(out.shape)} on {out.device}, {'' if out.is_contiguous() else 'not '}contiguous: "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import operator
 import os
 import warnings
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from bicomm import arguments, routes
 from bicomm import plan as _plan
+from bicomm.agreement.header import ACQUIRE
 from bicomm.arguments import Mode
 from bicomm.contract import OWNER, Contract
 from bicomm.errors import BicommError
@@ -100,6 +100,7 @@ class Communicator:
         self.rank, self.size, self.device = rank, facts.size, device
         self.strict = strict
         self._transport, self._facts = transport, facts
+        self._process = os.getpid()
         self._mode = mode
         self._judged = False
         self._switched: dict[str, bool] = {}
@@ -252,7 +253,9 @@ class Communicator:
         own: an int, or an integer tensor of one element; on a GPU it is read on the device, so that counting, combine
         and dispatch can be one captured graph: `splits=comm.exchange_counts(own)`.
         """
-        return self._transport.exchange_counts(own)
+        with self._refusing("dispatch"):
+            count = arguments.count_of(own)
+        return self._transport.exchange_counts(count)
 
     def barrier(self) -> None:
         """Wait for all ranks: the caller on a CPU, the current stream on a GPU."""
@@ -266,10 +269,10 @@ class Communicator:
 
         Collective where it must grow the memory. Leaving the block releases it; write nothing into it afterwards.
         """
-        if operator.index(tokens) < 0 or operator.index(hidden) < 0:
-            raise ValueError(f"a buffer has at least 0 rows and columns, got [{tokens}, {hidden}]")
-        self._acquired.check_released(self.rank)
-        tensor = self._acquired.take(tokens, hidden, dtype)
+        with self._refusing(ACQUIRE):
+            self._acquired.check_released(self.rank)
+            shape, nbytes = arguments.buffer_of(tokens, hidden, dtype)
+        tensor = self._acquired.hold(self._transport.take(nbytes), shape, dtype)
         try:
             yield tensor
         finally:
@@ -277,7 +280,9 @@ class Communicator:
 
     def reserve(self, tokens: int, hidden: int, dtype: torch.dtype = torch.float32) -> None:
         """Make room for an operand [tokens, hidden] now, all ranks together, so that a captured graph need not grow."""
-        self._transport.release(self._transport.take(tokens * hidden * dtype.itemsize))
+        with self._refusing(ACQUIRE):
+            _, nbytes = arguments.buffer_of(tokens, hidden, dtype)
+        self._transport.release(self._transport.take(nbytes))
 
     # ------------------------------------------------------------------------------------------------------ faults
 
@@ -312,7 +317,8 @@ class Communicator:
     def close(self) -> None:
         """Let go of everything. Not collective; later calls are errors, also those of ranks that wait for this one."""
         if not isinstance(self._transport, Closed):
-            self._transport.close()
+            if self._process == os.getpid():  # a fork would close its parent's connections, or wait for their threads
+                self._transport.close()
             self._transport = cast(Transport, Closed())
 
     # ------------------------------------------------------------------------------------- what the operators call
@@ -368,6 +374,7 @@ class Communicator:
             contract = self._contract_of(mode)
             switch = self._by_switch(mode)
             arguments.check_partials(x, self.device, mode)
+            x = arguments.resolved(x)
             shares = self._transport.shares(splits, x.shape[0])
             rows = self._transport.rows_of(shares, x.shape[0] if capacity is None else capacity)
             dtype = arguments.check_output(out, out_dtype, (rows, x.shape[1]), self.device)
@@ -392,6 +399,7 @@ class Communicator:
             self._acquired.check_released(self.rank)
             arguments.check_rows(rows, self.device)
             arguments.check_maps(rows, row_of_slot, rank_of_slot, weights, product_dtype)
+            rows, weights = arguments.resolved(rows), None if weights is None else arguments.resolved(weights)
             shape = (row_of_slot.shape[0], rows.shape[1])
             dtype = arguments.check_output(out, out_dtype, shape, self.device)
             self._acquired.check_operand(rows, out)
@@ -407,6 +415,7 @@ class Communicator:
         with self._refusing("dispatch"):
             self._acquired.check_released(self.rank)
             arguments.check_operand(x, "x", self.device, [], "")
+            x = arguments.resolved(x)
             shares = None if splits is None else self._transport.shares(splits, None)
             if shares is not None and not isinstance(shares, Tensor) and shares[self.rank] != x.shape[0]:
                 raise ValueError(

@@ -26,10 +26,9 @@ class Acquired:
     def __len__(self) -> int:
         return len(self._places)
 
-    def take(self, tokens: int, hidden: int, dtype: torch.dtype) -> Tensor:
-        """A tensor [tokens, hidden] in symmetric memory; collective where that must grow."""
-        place = self._transport.take(tokens * hidden * dtype.itemsize)
-        tensor = place.view((tokens, hidden), dtype)
+    def hold(self, place: Place, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """A place that was taken, as a tensor."""
+        tensor = place.view(shape, dtype)
         self._places[address_of(tensor)] = (place, tensor.view(-1).view(torch.uint8))
         return tensor
 

@@ -96,10 +96,15 @@ def check_shapes(comm: Communicator) -> Iterator[str]:
         "misaligned": flat[1:].view(mine.shape),
         "every other row": mine.repeat_interleave(2, 0)[::2],
         "expanded": mine,
+        "negated when it is read": torch._neg_view(-mine),
     }
     for name, operand in lying.items():
         if not same_bits(comm.combine(operand, "exact", splits=splits), result):
             yield name
+    column = partials("normal", size, size, 1, 4)
+    lying_down = column[rank].t().contiguous().t()  # [size, 1], whose second stride means nothing
+    if not same_bits(comm.combine(lying_down, "exact"), want(exact, column, [1] * size, rank)):
+        yield "one column"
     one = partials("normal", size, size, 1, 3)[:, :1].expand(size, size, 4)  # stride 0
     if not same_bits(comm.combine(one[rank], "ordered"), want(Contract("ordered"), one, [1] * size, rank)):
         yield "an operand with stride 0"
@@ -214,6 +219,8 @@ def check_zero_copy(comm: Communicator) -> Iterator[str]:
             ordinary = comm.combine(y[rank], "exact")
             if not same_bits(ordinary, want(Contract("exact"), y, splits, rank)):
                 yield "an ordinary operand beside acquired buffers"
+            if not same_bits(comm.combine(torch._neg_view(a), "exact"), want(Contract("exact"), -x, splits, rank)):
+                yield "an acquired buffer, negated when it is read"
             if comm.combine(b[:0], "exact").shape != (0, 5):
                 yield "no rows of an acquired buffer"
     case = rows_case(size, 4, 3, torch.bfloat16)

@@ -53,6 +53,26 @@ def _rows(rows: Any = None, row: Any = None, rank: Any = None, weights: Any = No
     return call
 
 
+def _counts(own: Any = 3) -> Call:
+    return lambda comm: comm.exchange_counts(own)
+
+
+def _acquired(tokens: Any = TOKENS, hidden: Any = HIDDEN, dtype: Any = torch.float32) -> Call:
+    def call(comm: Communicator) -> torch.Tensor:
+        with comm.acquire(tokens, hidden, dtype) as buffer:
+            return comm.combine(buffer)
+
+    return call
+
+
+def _reserved(tokens: Any = TOKENS, hidden: Any = HIDDEN, dtype: Any = torch.float32) -> Call:
+    def call(comm: Communicator) -> torch.Tensor:
+        comm.reserve(tokens, hidden, dtype)
+        return comm.combine(_x())
+
+    return call
+
+
 def _needs(x: torch.Tensor) -> torch.Tensor:
     return x.requires_grad_()
 
@@ -123,6 +143,25 @@ REFUSED: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     "a negative row": (_rows(row=torch.full((2, 2), -1)), IndexError, ("row -1 of rank 0",)),
     "a rank that is not there": (_rows(rank=torch.full((2, 2), 3)), IndexError, ("rank 3", "slot 0")),
     "a rank below -1": (_rows(rank=torch.full((2, 2), -2)), IndexError, ("rank -2",)),
+    "no count": (_counts(None), TypeError, ("a count is an integer, got NoneType",)),
+    "a count of a half": (_counts(1.5), TypeError, ("a count is an integer, got float 1.5",)),
+    "a count of two": (_counts(torch.tensor([1, 2])), TypeError, ("one element, got torch.int64 (2,)",)),
+    "a count of fractions": (_counts(torch.ones(1)), TypeError, ("one element, got torch.float32",)),
+    "a count below 0": (_counts(-1), ValueError, ("a count is -1",)),
+    "a count beyond 64 bits": (_counts(2**70), ValueError, ("no memory holds that",)),
+    "a split beyond 64 bits": (_dispatch(splits=[6, 6, 2**70]), ValueError, ("splits[2] is 1180591620717411303424",)),
+    "a split beyond a message": (
+        _dispatch(splits=[6, 6, 10**5000]),
+        ValueError,
+        ("splits[2] is a number of 16610 bits",),
+    ),
+    "a buffer below 0": (_acquired(tokens=-1), ValueError, ("at least 0 rows and columns, got [-1, 5]",)),
+    "a buffer of fractions": (_acquired(hidden=5.0), TypeError, ("hidden is an integer, got float 5.0",)),
+    "a buffer of words": (_acquired(dtype="float32"), TypeError, ("dtype is a torch.dtype, got 'float32'",)),
+    "a buffer beyond memory": (_acquired(tokens=2**60), ValueError, ("no memory holds that",)),
+    "room below 0": (_reserved(tokens=-1), ValueError, ("at least 0 rows and columns",)),
+    "room of fractions": (_reserved(tokens=1e3), TypeError, ("tokens is an integer, got float",)),
+    "out of another sign": (_combine(out=torch._neg_view(torch.ones(2, 5))), ValueError, ("lazily",)),
     "maps with a gradient": (_rows(_needs(_x()), row=[[0, 0]]), TypeError, ("row_of_slot", "list")),
 }
 
@@ -130,7 +169,8 @@ REFUSED: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
 def _plain(name: str) -> Call:
     """What the other ranks call."""
     call = REFUSED[name][0]
-    return {"_combine": _combine, "_dispatch": _dispatch, "_rows": _rows}[call.__qualname__.split(".")[0]]()
+    plain = {f.__name__: f for f in (_combine, _dispatch, _rows, _counts, _acquired, _reserved)}
+    return plain[call.__qualname__.split(".")[0]]()
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import time
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from bicomm.communicator import Communicator
 from bicomm.contract import Contract
 from bicomm.errors import BicommError, CallMismatch, NotInitialized, PeerRefused, PeerTimeout
 from bicomm.transports.cpu import CpuTransport
+from bicomm.transports.request import Request
 from combine_cases import failures, partials, rows_case, want
 from worlds import local_ranks, same_bits
 
@@ -214,6 +217,32 @@ def test_a_closed_communicator_says_so_here_and_to_those_who_wait() -> None:
         assert time.monotonic() - start < 5
         assert "this communicator was closed" in str(outcomes[1])
         assert all("rank 1 has closed" in str(outcomes[r]) for r in (0, 2))
+
+
+def test_nothing_can_be_had_of_a_closed_communicator() -> None:
+    (comm,) = bicomm.local_world(1, mode="exact")
+    with comm.acquire(2, 2):
+        comm.close()  # what is held can still be given back
+    calls = (lambda: comm.acquire(2, 2).__enter__(), lambda: comm.reserve(2, 2), lambda: comm.exchange_counts(1))
+    for call in (*calls, comm.memory, comm.check, comm.recover, comm.suspend, comm.barrier, comm.plan):
+        with pytest.raises(BicommError, match="was closed"):
+            call()
+
+
+def test_sizes_may_be_integers_of_any_library() -> None:
+    for two in (np.int64(2), np.uint8(2), torch.tensor(2), torch.tensor([2])):
+        with local_ranks(3, mode="exact", timeout=10) as ranks:
+
+            def work(comm: Communicator, two: Any = two) -> list[Any]:
+                comm.reserve(two, two)
+                with comm.acquire(3, two) as buffer:  # every call tells the others what is held
+                    buffer.fill_(1.0)
+                    told = [comm.combine(buffer).tolist()]
+                return [*told, comm.exchange_counts(two).tolist(), type(comm.memory()["held"])]
+
+            assert ranks(work) == [[[[3.0, 3.0]], [2, 2, 2], int]] * 3
+        made = Request.checked(two, two, "exact", False, torch.device("cpu"), True, None, None, two)
+        assert Request(**json.loads(made.encode())).max_tokens == 2
 
 
 def test_a_call_after_its_communicator_is_gone_says_so() -> None:

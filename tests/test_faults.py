@@ -14,6 +14,7 @@ import pytest
 import torch
 from ranks import RankResult, RanksFailed, run_ranks
 
+import bicomm
 from bicomm import world
 from bicomm.communicator import Communicator
 from bicomm.contract import Contract
@@ -231,6 +232,44 @@ def test_a_fault_in_the_middle_of_a_growth_is_recovered_from() -> None:
         assert ranks(_right) == [True] * SIZE
         outs = ranks(lambda comm: comm.combine(torch.ones(3, 10_000)))
         assert all(torch.equal(out, torch.full((1, 10_000), 3.0)) for out in outs)
+
+
+def _forked(by: str) -> list[str]:
+    """One rank forks a child that does all it can with what it inherited, and ends with its parent's exit functions."""
+    w = world.init(device="cpu")
+    comm = Communicator(mode="exact", timeout=20, share_memory=by == "shared memory")
+    default = bicomm.default_communicator()
+    assert _right(comm) and same_bits(bicomm.combine(torch.ones(SIZE, 1), "exact"), torch.full((1, 1), 3.0))
+    told: list[str] = []
+    if w.rank == 1:
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            calls = (lambda: _right(comm), comm.check, comm.abort, comm.recover, lambda: comm.acquire(1, 1).__enter__())
+            fronts = (world.init, Communicator, lambda: bicomm.combine(torch.ones(SIZE, 1), "exact"))
+            lines = [_outcome(call) for call in (*calls, *fronts)]
+            comm.close()
+            world.shutdown()
+            os.write(write, "\n".join(lines).encode())
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as text:
+            told = text.read().splitlines()
+        os.waitpid(pid, 0)
+    else:
+        time.sleep(0.5)  # a rank that waits looks whether the others have closed
+    assert _right(comm, 1) and same_bits(default.combine(torch.ones(SIZE, 1), "exact"), torch.full((1, 1), 3.0)) and _right(Communicator(mode="exact", timeout=20), 3)
+    world.shutdown()
+    return told
+
+
+@pytest.mark.parametrize("by", ["shared memory", "all-to-all"])
+def test_a_fork_of_a_rank_is_no_rank(by: str) -> None:
+    _, told, _ = (r.value for r in run_ranks(SIZE, _forked, by, launcher="fork"))
+    assert len(told) == 8
+    assert all("was forked from process" in line and "is no" in line.replace("none itself", "no") for line in told), (
+        told
+    )
 
 
 def test_random_delays_aborts_and_recoveries() -> None:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from bicomm.agreement.flags import AGAIN
-from bicomm.agreement.header import Header
+from bicomm.agreement.header import ACQUIRE, Header
 from bicomm.arguments import check_gathered
 from bicomm.contract import Contract, round_output
-from bicomm.errors import CaptureError, PeerTimeout
+from bicomm.errors import CaptureError, NoRoom, PeerTimeout
 from bicomm.symmem.arenas import Place
 from bicomm.symmem.buffer import SymmetricBuffer
 from bicomm.transports.base import Rows, Shares, Sync
@@ -96,7 +96,8 @@ class AllToAllTransport(HostTransport):
             received = self._exchange(rows[asked], give, ask)
             weights = None if operands.weights is None else operands.weights.reshape(-1)[wanted]
             tokens, slots = operands.row_of_slot.shape
-            addends = torch.zeros(tokens * max(slots, 1), out.shape[1], device=out.device)
+            shape = (tokens * max(slots, 1), out.shape[1])
+            addends = torch.zeros(shape, dtype=torch.float32, device=out.device)
             addends[wanted] = weigh(received, weights, operands.product_dtype)
             by_slot = addends.view(tokens, max(slots, 1), out.shape[1]).transpose(0, 1)
             round_output(contract.sum(by_slot), out, out.dtype)
@@ -121,7 +122,9 @@ class AllToAllTransport(HostTransport):
 
     def _exchange(self, x: Tensor, give: Sequence[int], get: Sequence[int]) -> Tensor:
         """Rows of x to each rank, rows from each rank: [sum(get), columns] on x's device. Bytes travel, not numbers."""
-        data = x.to(self._wire).contiguous().view(torch.uint8)
+        # By way of one dimension: a single column counts as contiguous with any stride, and has no view as bytes then.
+        columns = x.shape[1] * x.element_size()
+        data = x.to(self._wire).contiguous().view(-1).view(torch.uint8).view(x.shape[0], columns)
         received = torch.empty(sum(get), data.shape[1], dtype=torch.uint8, device=self._wire)
         assert self._connections is not None
         try:
@@ -146,7 +149,15 @@ class AllToAllTransport(HostTransport):
 
     def take(self, nbytes: int) -> Place:
         """Ordinary memory: nobody else reads it."""
-        buffer = SymmetricBuffer(local=torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self._device))
+        self._calls.check_process()
+        try:
+            local = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self._device)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            refusal = NoRoom(f"rank {self.rank} cannot allocate {nbytes:,} bytes: {reason}")
+            self.refuse(ACQUIRE, refusal)
+            raise refusal from error
+        buffer = SymmetricBuffer(local=local)
         self._next, self._held = self._next + 1, self._held + nbytes
         return Place(self._next, 0, nbytes, buffer)
 

@@ -104,6 +104,7 @@ class CpuTransport(HostTransport):
         return place
 
     def take(self, nbytes: int) -> Place:
+        self._calls.check_process()  # a fork maps the same memory
         place = self._arenas.take(nbytes)
         if place is not None:
             return place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +28,15 @@ class HostCalls:
         self.agreed: str | None = None  # what any rank asks a gradient for, of the last call
         self._sequence = 0
         self._lock = threading.Lock()
+        self._process = os.getpid()
+
+    def check_process(self) -> None:
+        """Raise BicommError in a fork: what it writes would be taken for its parent's word."""
+        if self._process != os.getpid():
+            raise BicommError(
+                f"this process was forked from process {self._process}, which is rank {self.sync.rank} of this "
+                f"communicator, and is no rank itself: call it in that process only, or start ranks with a launcher"
+            )
 
     def run(
         self,
@@ -62,6 +72,7 @@ class HostCalls:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
+        self.check_process()
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
                 f"two threads of rank {self.sync.rank} use one communicator at the same time, and ranks cannot agree "
@@ -146,9 +157,11 @@ class HostTransport(Transport):
         return self._calls.agreed
 
     def check(self) -> None:
+        self._calls.check_process()
         self._sync.check()
 
     def abort(self, reason: str) -> None:
+        self._calls.check_process()
         self._sync.abort(reason)
 
     def recover(self) -> None:

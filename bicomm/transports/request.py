@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import operator
 import os
 from collections.abc import Sequence
 
 import torch
 
-from bicomm.arguments import Mode, contract_of, name_of_mode
+from bicomm.arguments import Mode, contract_of, name_of_mode, natural
 
 TIMEOUT = 30.0  # seconds; BICOMM_TIMEOUT overrides it
 
@@ -44,9 +43,8 @@ class Request:
         check_every: int,
     ) -> Request:
         """The arguments of a communicator. Raises TypeError or ValueError."""
-        for name, value in (("max_tokens", max_tokens), ("hidden", hidden), ("check_every", check_every)):
-            if operator.index(value) < 0:
-                raise ValueError(f"{name} is {value}: expected 0 or more")
+        given = (("max_tokens", max_tokens), ("hidden", hidden), ("check_every", check_every))
+        most, columns, every = (natural(value, name) for name, value in given)
         told = os.environ.get("BICOMM_TIMEOUT", str(TIMEOUT)) if timeout is None else timeout
         try:
             seconds = float(told)
@@ -58,7 +56,7 @@ class Request:
             contract_of(mode)
         watch = os.environ.get("BICOMM_DEBUG", "") not in ("", "0") if debug is None else bool(debug)
         name = "" if mode is None else name_of_mode(mode)
-        return cls(max_tokens, hidden, name, bool(strict), device.type, bool(share_memory), seconds, watch, check_every)
+        return cls(most, columns, name, bool(strict), device.type, bool(share_memory), seconds, watch, every)
 
     def encode(self) -> bytes:
         """JSON, one line."""
