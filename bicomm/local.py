@@ -57,14 +57,14 @@ class _Arena:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._whole = torch.empty(0, dtype=torch.uint8)
+        self._whole = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def allocate(self, rank: int, sync: FlagSync, nbytes: int) -> SymmetricBuffer:
         stride = align(nbytes)
         failure = ""
         if rank == 0:
             try:
-                self._whole = torch.empty(self._size * stride, dtype=torch.uint8)
+                self._whole = torch.empty(self._size * stride, dtype=torch.uint8, device="cpu")
             except RuntimeError as error:
                 failure = str(error).splitlines()[0]
         failure = sync.exchange(failure.encode())[0].decode()

@@ -155,7 +155,7 @@ def variables() -> dict[str, str]:
 
 def number_settings() -> dict[str, Any]:
     """How this process computes, as far as torch says it."""
-    subnormal = torch.tensor([1e-40]) * 1.0
+    subnormal = torch.tensor([1e-40], dtype=torch.float32, device="cpu") * 1.0
     return {
         "flush_denormal": bool((subnormal == 0).all()),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),

@@ -119,3 +119,25 @@ def test_imports_run_downwards() -> None:
             upwards += [f"{path.name} imports {other}" for other in _rooms_of_imports(node) if other not in below]
     assert not upwards
     assert seen == set(ROOMS)
+
+
+# What torch makes as the process has it set (set_default_dtype, set_default_device) where nothing is said.
+_BY_DEFAULT = {"zeros", "ones", "empty", "full", "tensor", "rand", "randn", "linspace", "eye"}
+_ANYWHERE = _BY_DEFAULT | {"arange", "randint", "randperm", "as_tensor", "scalar_tensor"}
+
+
+def test_no_tensor_is_made_as_the_process_happens_to_be_set() -> None:
+    """An engine sets its model's dtype and device for the whole process, and the bits may not follow them."""
+    silent = []
+    for path in sorted((ROOT / "bicomm").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            if not (isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"):
+                continue
+            said = {keyword.arg for keyword in node.keywords}
+            needed = {"device"} if node.func.attr in _ANYWHERE else set()
+            needed |= {"dtype"} if node.func.attr in _BY_DEFAULT else set()
+            if needed - said:
+                silent.append(f"{path.relative_to(ROOT)}:{node.lineno}: torch.{node.func.attr} without {needed - said}")
+    assert not silent, "\n".join(silent)

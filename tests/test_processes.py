@@ -20,7 +20,7 @@ from bicomm.communicator import Communicator
 from bicomm.contract import Contract
 from bicomm.errors import CallMismatch, PeerRefused
 from bicomm.symmem import posix
-from combine_cases import check_modes, check_rows, failures, partials, want
+from combine_cases import addends_of, check_modes, check_rows, failures, partials, rows_case, want
 from worlds import same_bits
 
 pytestmark = [pytest.mark.timeout(180)]
@@ -72,6 +72,54 @@ def test_every_check_holds(launcher: str, size: int, by: str) -> None:
 )
 def test_every_check_holds_everywhere(launcher: str, size: int, by: str) -> None:
     test_every_check_holds(launcher, size, by)
+
+
+def _under_defaults(by: str) -> list[str]:
+    """An engine that builds its model in bf16 on another device has set what torch does where nothing is said."""
+    w = world.init(device="cpu")
+    comm, told = Communicator(timeout=20, share_memory=by == "shared memory"), []
+    x, case = partials("spread", w.size, w.size, 9, 3), rows_case(w.size, 1, 3, torch.bfloat16)
+    sums = {mode: want(Contract.parse(mode), x, [1] * w.size, w.rank) for mode in ("ordered", "exact", "fp64")}
+    owned = Contract("owner").sum(addends_of(case, w.rank, True, torch.float32))
+    weights = [case["maps"][w.rank][2].clone().requires_grad_() for _ in range(2)]
+    rows = [case["rows"][w.rank].clone().requires_grad_() for _ in range(2)]
+    partial = x[w.rank].clone().requires_grad_(w.rank == 1)  # the others join its backward pass
+
+    def backward(step: int) -> None:
+        got = comm.combine_rows(rows[step], *case["maps"][w.rank][:2], weights[step])
+        got.backward(torch.ones_like(got))
+
+    backward(0)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            backward(1)
+            for each in (comm, Communicator(timeout=20, share_memory=by == "shared memory")):
+                told += [mode for mode in sums if not same_bits(each.combine(x[w.rank], mode), sums[mode])]
+                if not same_bits(each.combine_rows(case["rows"][w.rank], *case["maps"][w.rank]), owned):
+                    told.append("owner")
+            with comm.acquire(w.size, 9) as buffer:
+                buffer.copy_(x[w.rank])
+                if not same_bits(comm.combine(buffer, "exact"), sums["exact"]):
+                    told.append("an acquired buffer")
+            if comm.exchange_counts(w.rank).tolist() != list(range(w.size)):
+                told.append("counts")
+            comm.combine(partial, "exact").sum().backward()
+    finally:
+        torch.set_default_dtype(before)
+    for first, second in (rows, weights):
+        if not same_bits(first.grad, second.grad):  # type: ignore[arg-type]
+            told.append("a gradient")
+    if w.rank == 1 and not torch.equal(partial.grad, torch.ones_like(partial)):  # type: ignore[arg-type]
+        told.append("the gradient that one rank asked for")
+    bicomm.shutdown()
+    return told
+
+
+@pytest.mark.parametrize("by", ["shared memory", "all-to-all"])
+def test_what_torch_does_by_default_changes_nothing(by: str) -> None:
+    assert [r.value for r in run_ranks(3, _under_defaults, by, launcher="fork")] == [[]] * 3
 
 
 # ---------------------------------------------------------------------------------------------------- parts and pairs

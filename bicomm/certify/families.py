@@ -40,7 +40,7 @@ def _signs(generator: Generator, n: int) -> Tensor:
 def _deal(generator: Generator, rows: Sequence[Tensor], world: int) -> Tensor:
     """Give row i of the addends to another rank in each column; zeros where there are fewer rows than ranks."""
     n = rows[0].shape[0]
-    x = torch.zeros(world, n, device=generator.device)
+    x = torch.zeros(world, n, dtype=torch.float32, device=generator.device)
     for i, row in enumerate(rows[:world]):
         x[i] = row
     order = torch.randperm(world, generator=generator, device=generator.device)
@@ -51,14 +51,15 @@ def _deal(generator: Generator, rows: Sequence[Tensor], world: int) -> Tensor:
 def _patterns(generator: Generator, world: int, n: int, table: Sequence[Sequence[float]]) -> Tensor:
     """Columns picked from a table of short ones."""
     width = max(map(len, table))
-    padded = torch.tensor([[*row, *[0.0] * (width - len(row))] for row in table], device=generator.device)
+    full = [[*row, *[0.0] * (width - len(row))] for row in table]
+    padded = torch.tensor(full, dtype=torch.float32, device=generator.device)
     picked = padded[torch.randint(0, len(table), (n,), generator=generator, device=generator.device)]
     return _deal(generator, list(picked.T), world)
 
 
 def normal(generator: Generator, world: int, n: int) -> Tensor:
     """The data of a real layer, roughly."""
-    return torch.randn(world, n, generator=generator, device=generator.device)
+    return torch.randn(world, n, generator=generator, dtype=torch.float32, device=generator.device)
 
 
 def spread(generator: Generator, world: int, n: int) -> Tensor:
@@ -115,7 +116,8 @@ def split(generator: Generator, world: int, n: int) -> Tensor:
 
 def edges(generator: Generator, world: int, n: int) -> Tensor:
     """Powers of two around the edges of a window's anchors and of fixed-point limbs, the largest cancelling."""
-    edge = torch.tensor([-96, -80, -40, -32, -16, 0, 7, 16, 32, 48, 54, 64, 96, 101, 112], device=generator.device)
+    steps = [-96, -80, -40, -32, -16, 0, 7, 16, 32, 48, 54, 64, 96, 101, 112]
+    edge = torch.tensor(steps, dtype=torch.int64, device=generator.device)
     pick = torch.randint(0, len(edge), (n,), generator=generator, device=generator.device)
     e = edge[pick].to(torch.int32) + _integers(generator, -1, 1, n)
     rest = [power(e - _integers(generator, 0, 130, n)) * _signs(generator, n) for _ in range(2)]

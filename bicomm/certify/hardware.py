@@ -84,7 +84,7 @@ class Switch:
         from bicomm.kernels.call import Reduce, Tile
 
         first, total = _span(n, alignment)
-        out = torch.empty(1, total, device=self.device)
+        out = torch.empty(1, total, dtype=torch.float32, device=self.device)
         step = blocks * TILE
         for start in range(0, total, step):
             part = out[:, start : start + step]

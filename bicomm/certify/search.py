@@ -27,7 +27,7 @@ def staircase(world: int, device: torch.device) -> Tensor:
     if world < 3:
         raise ValueError("a window is searched with three addends: two cannot cancel and leave a third")
     e, low = _grid(device)
-    x = torch.zeros(world, len(e), device=device)
+    x = torch.zeros(world, len(e), dtype=torch.float32, device=device)
     large = power(e)
     columns = torch.arange(len(e), device=device)
     start = columns % world
@@ -45,7 +45,7 @@ def dust(world: int, device: torch.device) -> Tensor:
     d = torch.arange(LOWEST, 103, dtype=torch.int32, device=device).repeat(2)
     columns = torch.arange(len(d), device=device)
     sign = torch.where(columns < len(d) // 2, 1.0, -1.0)
-    x = torch.zeros(world, len(d), device=device)
+    x = torch.zeros(world, len(d), dtype=torch.float32, device=device)
     x[columns % world, columns] = sign * 2.0**127
     x[(columns + 1) % world, columns] = sign * 2.0**103
     x[(columns + 2) % world, columns] = sign * power(d)

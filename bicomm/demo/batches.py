@@ -42,15 +42,15 @@ def uneven(tokens: int, size: int) -> tuple[int, ...]:
 
 def first(tokens: int, size: int) -> Batch:
     """The batch that the others are compared with: tokens in the order of the text."""
-    return Batch("in order", torch.arange(tokens), even(tokens, size))
+    return Batch("in order", torch.arange(tokens, device="cpu"), even(tokens, size))
 
 
 def others(tokens: int, strangers: int, size: int, seed: int) -> list[Batch]:
     """The first batch's tokens in another order, among others, and a few of them alone; on other owners each time."""
     generator = torch.Generator().manual_seed(seed)
-    shuffled = torch.randperm(tokens, generator=generator)
-    mixed = torch.randperm(tokens + strangers, generator=generator)
-    few = torch.randperm(tokens, generator=generator)[: max(1, min(24, tokens // 2))]
+    shuffled = torch.randperm(tokens, generator=generator, device="cpu")
+    mixed = torch.randperm(tokens + strangers, generator=generator, device="cpu")
+    few = torch.randperm(tokens, generator=generator, device="cpu")[: max(1, min(24, tokens // 2))]
     alone = (0,) * (size - 1) + (few.numel(),)
     return [
         Batch(

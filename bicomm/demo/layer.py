@@ -57,7 +57,7 @@ def in_tiles(work: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def weights(shape: tuple[int, ...], fan_in: int, seed: int, device: torch.device) -> Tensor:
     """Normal weights, drawn on the CPU, so that every device and every rank gets the same ones."""
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) / math.sqrt(fan_in)).to(device)
+    return (torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") / math.sqrt(fan_in)).to(device)
 
 
 class Router:

@@ -38,8 +38,9 @@ def embed(text: bytes, tokens: int, hidden: int, seed: int, device: torch.device
     A token is the sum of seeded vectors, one for each of the eight bytes that end in it: what it is does not depend on
     the batch that it will be in.
     """
-    bytes_ = torch.tensor([text[i % len(text)] for i in range(-CONTEXT + 1, tokens)], device=device)
-    x = torch.zeros(tokens, hidden, device=device)
+    wound = [text[i % len(text)] for i in range(-CONTEXT + 1, tokens)]
+    bytes_ = torch.tensor(wound, dtype=torch.int64, device=device)
+    x = torch.zeros(tokens, hidden, dtype=torch.float32, device=device)
     for back in range(CONTEXT):
         table = weights((256, hidden), 1, seed + back, device)
         x += table[bytes_[CONTEXT - 1 - back : CONTEXT - 1 - back + tokens]] * 0.5**back

@@ -208,7 +208,7 @@ def _on_device(splits: tuple[int, ...], device: torch.device) -> Tensor:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # kernels on any stream may still read them
             _tables.clear()
-        table = torch.tensor(splits, dtype=torch.int64).to(device)
+        table = torch.tensor(splits, dtype=torch.int64, device="cpu").to(device)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # other streams will read it
         _tables[splits, device] = table

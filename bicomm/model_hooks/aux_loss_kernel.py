@@ -162,7 +162,7 @@ _tickets: dict[int, tuple[Tensor, itertools.count[int]]] = {}
 def _scratch_of_stream(device: torch.device) -> tuple[Tensor, Tensor]:
     """(partials, ticket = 0) of this device and stream; a captured call's own where a graph is captured."""
     if device.type != "cuda":
-        return torch.empty(BLOCKS, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+        return torch.empty(BLOCKS, dtype=torch.float32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
     index = torch.cuda.current_device() if device.index is None else device.index
     if torch.cuda.is_current_stream_capturing():
         slab, taken = _tickets.get(index, (None, None))

@@ -280,7 +280,7 @@ def _join(
     """call: what the backward function finds in its context, where the operator itself did not run."""
     who = {"handle": comm.handle, "rank": comm.rank, "size": comm.size, "fixed": False}
     context = SimpleNamespace(saved_tensors=saved, needs_input_grad=(False,) * 4, **who, **call)
-    ticket = torch.empty(0, requires_grad=True)
+    ticket = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
     joined: Tensor = _Join.apply(ticket, [result], backward, context)  # type: ignore[no-untyped-call]
     return joined
 

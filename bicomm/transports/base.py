@@ -116,7 +116,7 @@ class Transport(abc.ABC):
 
     def exchange_counts(self, own: int | Tensor) -> Tensor:
         """Every rank's count: int64 [W]."""
-        mine = torch.tensor([[int(own)]], dtype=torch.int64)
+        mine = torch.tensor([[int(own)]], dtype=torch.int64, device="cpu")
         return self.dispatch(mine, (1,) * self.size, None, None).view(self.size)
 
     def barrier(self) -> None:

@@ -79,8 +79,8 @@ class GpuTransport(Transport):
         self._arenas = Arenas(link.allocate)
         zero = torch.zeros(1, dtype=torch.int64, device=device)  # one rank alone: an address is an offset from 0
         self._nothing = SymmetricBuffer(local=zero.view(torch.uint8), addresses=zero)
-        self._page = torch.zeros(barrier.page_words(size), dtype=torch.int64).pin_memory()
-        self._lost = torch.zeros(1, dtype=torch.int64).pin_memory()  # what `abort` copies to the device
+        self._page = torch.zeros(barrier.page_words(size), dtype=torch.int64, device="cpu").pin_memory()
+        self._lost = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()  # what `abort` copies to the device
         self._seen: set[object] = set()
         self._stream: torch.cuda.Stream | None = None
         self._error: BicommError | None = None

@@ -24,7 +24,8 @@ def weigh(rows: Tensor, weights: Tensor | None, product_dtype: torch.dtype) -> T
 def check_slots(operands: Rows, rows_of_rank: Sequence[int], rank: int) -> None:
     """Raise IndexError where a slot names a rank or a row that does not exist, with the first such slot."""
     ranks, rows = operands.rank_of_slot, operands.row_of_slot
-    limit = torch.tensor([*rows_of_rank, 0], device=ranks.device)[ranks.clamp(-1, len(rows_of_rank) - 1).long()]
+    counts = torch.tensor([*rows_of_rank, 0], dtype=torch.int64, device=ranks.device)
+    limit = counts[ranks.clamp(-1, len(rows_of_rank) - 1).long()]
     wrong = (ranks < -1) | (ranks >= len(rows_of_rank)) | ((ranks >= 0) & ((rows < 0) | (rows >= limit)))
     if bool(wrong.any()):
         token, slot = (int(i) for i in wrong.nonzero()[0])
@@ -43,7 +44,8 @@ def sum_slots(peers: Sequence[Tensor], operands: Rows, contract: Contract, out: 
     step = max(1, _CHUNK // max(1, out.shape[1]))
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
-        addends = torch.zeros(max(slots, 1), stop - start, out.shape[1])
+        shape = (max(slots, 1), stop - start, out.shape[1])
+        addends = torch.zeros(shape, dtype=torch.float32, device=out.device)
         for slot in range(slots):
             ranks, rows = operands.rank_of_slot[start:stop, slot], operands.row_of_slot[start:stop, slot]
             for rank, theirs in enumerate(peers):
