@@ -5,6 +5,7 @@ A benchmark runs as a plain script, `python bench/NAME.py`, with or without bico
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -78,6 +79,13 @@ def table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         printed.add_row(*(Text(_cell(row.get(column))) for column in columns))  # an error's [words] are no markup
     Console(width=None if sys.stdout.isatty() else 160).print(printed)
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on, for a command line."""
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
+    return int(text)
 
 
 def need_gpu() -> None:

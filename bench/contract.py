@@ -31,7 +31,7 @@ def data(kind: str) -> torch.Tensor:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=common.positive, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = []

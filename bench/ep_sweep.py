@@ -57,15 +57,19 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--tokens", help="tokens a rank (default 1,4,16,...,16384; fewer without a GPU each)")
-    parser.add_argument("--hidden", default="2048,4096,7168")
-    parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument(
+        "--tokens", type=sizes_of, help="tokens a rank (default 1,4,16,...,16384; fewer without a GPU each)"
+    )
+    parser.add_argument("--hidden", type=sizes_of, default=[2048, 4096, 7168])
+    parser.add_argument("--modes", type=modes_named, default=list(MODES))
+    parser.add_argument("--top-k", type=common.positive, default=8)
     parser.add_argument("--no-peers", action="store_true", help="bicomm only")
-    parser.add_argument("--seconds", type=float, help="for one series at one size (default 0.3)", default=0.3)
-    parser.add_argument("--most-bytes", type=float, help="of operands on one rank; larger sizes are left out")
-    parser.add_argument("--local-world", type=int, default=8, help="ranks where one GPU is alone")
-    parser.add_argument("--blocks-per-sm", type=int, default=2, help="of a local world's launches, all ranks together")
+    parser.add_argument("--seconds", type=above_zero, help="for one series at one size (default 0.3)", default=0.3)
+    parser.add_argument("--most-bytes", type=above_zero, help="of operands on one rank; larger sizes are left out")
+    parser.add_argument("--local-world", type=common.positive, default=8, help="ranks where one GPU is alone")
+    parser.add_argument(
+        "--blocks-per-sm", type=common.positive, default=2, help="of a local world's launches, all ranks together"
+    )
     parser.add_argument("--device", help="cpu: leave the GPUs alone")
     parser.add_argument("--name", help="of the result files")
     parser.add_argument("--note", default="", help="a sentence for the record, such as what else the machine did")
@@ -73,8 +77,28 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
+def sizes_of(text: str) -> list[int]:
+    """Whole numbers from 1 on, with commas between them."""
+    return [common.positive(word) for word in text.split(",")]
+
+
+def modes_named(text: str) -> list[str]:
+    """Modes, with commas between them."""
+    unknown = set(text.split(",")) - set(MODES)
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no such mode: {', '.join(sorted(unknown))}; there are {', '.join(MODES)}")
+    return text.split(",")
+
+
+def above_zero(text: str) -> float:
+    """A number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
 
 
 def make_stage(given: argparse.Namespace, world: bicomm.World) -> tuple[Stage, str]:
@@ -105,7 +129,7 @@ def sizes(given: argparse.Namespace, stage: Stage) -> tuple[list[tuple[int, int]
         most = 2**29 if stage.device.type == "cpu" else 0.2 * torch.cuda.get_device_properties(0).total_memory
         most = most / len(stage.comms)
     kept, left = [], []
-    for hidden, count in itertools.product(numbers(given.hidden), numbers(given.tokens) if given.tokens else tokens):
+    for hidden, count in itertools.product(given.hidden, given.tokens or tokens):
         needed = room(stage.size, count, hidden, given.top_k)
         if needed > most:
             left.append(f"{count} x {hidden}: {needed:,} bytes a rank, the limit is {int(most):,}")
@@ -216,10 +240,7 @@ def topology(stage: Stage, world: bicomm.World) -> dict[str, Any]:
 
 def main() -> None:
     given = arguments()
-    modes = given.modes.split(",")
-    unknown = set(modes) - set(MODES)
-    if unknown:
-        raise SystemExit(f"no such mode: {', '.join(sorted(unknown))}; there are {', '.join(MODES)}")
+    modes = given.modes
     world = bicomm.init(device=given.device)
     begin = time.perf_counter()
     stage, name = make_stage(given, world)

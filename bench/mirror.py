@@ -198,7 +198,7 @@ def _backward(layer: Layer, places: Tensor, tags: Tensor | None, weighted: bool)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--hidden", type=int, nargs="*", default=[2048, 7168])
+    parser.add_argument("--hidden", type=common.positive, nargs="*", default=[2048, 7168])
     arguments = parser.parse_args()
     common.need_gpu()
     results = [row for hidden in arguments.hidden for row in (tune if arguments.tune else measure)(hidden)]

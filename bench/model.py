@@ -62,20 +62,15 @@ def print_fits(sets: list[tuple[Fitted, dict[str, Any]]]) -> None:
         )
 
 
-def positive(text: str) -> int:
-    """A whole number from 1 on."""
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
-    return int(text)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--domain", type=positive, help="ranks of one NVLink domain")
-    parser.add_argument("--nodes", type=positive, default=1, help="domains; more than one are joined by a network")
-    parser.add_argument("--hidden", type=positive, default=7168)
-    parser.add_argument("--tokens", type=positive, default=64, help="tokens a rank")
-    parser.add_argument("--top-k", type=positive, default=8)
+    parser.add_argument("--domain", type=common.positive, help="ranks of one NVLink domain")
+    parser.add_argument(
+        "--nodes", type=common.positive, default=1, help="domains; more than one are joined by a network"
+    )
+    parser.add_argument("--hidden", type=common.positive, default=7168)
+    parser.add_argument("--tokens", type=common.positive, default=64, help="tokens a rank")
+    parser.add_argument("--top-k", type=common.positive, default=8)
     parser.add_argument("--machine", choices=["h200", "b200", "gb200"], help="default h200; gb200 beyond 8 ranks")
     parser.add_argument("--table", action="store_true", help="EP 2 to 72, and over several nodes")
     parser.add_argument("--sweep", type=Path, nargs="*", help="JSON of sweeps (default: all in bench/results)")
@@ -84,6 +79,9 @@ def main() -> None:
     if given.domain == 1 and given.nodes == 1:
         parser.error("one rank combines with nobody: --domain 2 or more, or more --nodes")
     paths = given.sweep if given.sweep is not None else sorted(RESULTS.glob("ep_sweep_*.json"))
+    missing = [str(path) for path in paths if not path.is_file()]
+    if missing:
+        parser.error(f"there is no such file: {', '.join(missing)}")
     sets = fitted(paths, given.statistic)
     if given.domain is None and not given.table:
         print_fits(sets)

@@ -165,6 +165,23 @@ def test_one_rank_on_a_cpu_is_told_what_to_run() -> None:
     assert done.returncode == 1 and "launch/ep_sweep.sh" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--tokens", "abc"), ("--tokens", ""), ("--tokens", "1,,4"), ("--tokens", "0"), ("--hidden", "2048,-1"),
+        ("--modes", "exact,sum"), ("--top-k", "0"), ("--seconds", "nan"), ("--most-bytes", "0"), ("--local-world", "x"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_the_sweep_refuses_what_is_no_size_or_mode(
+    words: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ep_sweep.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        ep_sweep.main()
+    assert ended.value.code == 2 and f"argument {words[0]}: " in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------------------------ model
 
 
@@ -240,8 +257,11 @@ def test_the_model_answers_on_the_command_line() -> None:
     assert "error on every point" in errors and "of 18 points" in errors
 
 
-@pytest.mark.parametrize("words", [("--domain", "0"), ("--domain", "1"), ("--domain", "8", "--tokens", "-4")])
-def test_the_model_refuses_what_is_no_size(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [("--domain", "0"), ("--domain", "1"), ("--domain", "8", "--tokens", "-4"), ("--sweep", "no_such.json")],
+)
+def test_the_model_refuses_what_is_no_size_or_file(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["model.py", *words])
     with pytest.raises(SystemExit) as ended:
         model.main()
