@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 
 from bicomm.model_hooks import aux_loss_kernel, router, router_kernel, scores
-from bicomm.model_hooks.aux_loss import Partition, coefficient, fused_moe_aux_loss
+from bicomm.model_hooks.aux_loss import coefficient, fused_moe_aux_loss
+from bicomm.model_hooks.aux_loss_order import Partition
 from bicomm.model_hooks.gate import gate
 
 CUDA = torch.device("cuda")

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bicomm.model_hooks import aux_loss, exact_loss
-from bicomm.model_hooks.aux_loss import Partition, aux_loss_workspace, fused_moe_aux_loss, fused_moe_aux_loss_out
+from bicomm.model_hooks import aux_loss, aux_loss_order, exact_loss
+from bicomm.model_hooks.aux_loss import aux_loss_workspace, fused_moe_aux_loss, fused_moe_aux_loss_out
+from bicomm.model_hooks.aux_loss_order import TILE, Partition
 from router_cases import LOSSES, bits, probabilities, same, token_counts
 
 REDUCTIONS = ["blocked", "exact"]
@@ -52,7 +53,7 @@ def test_the_partition_depends_on_the_shape_alone() -> None:
         for cols in (1, 7, 128, 1025, 1 << 20):
             p = Partition.of(rows, cols)
             assert p.blocks == max(1, min(rows, 256)) and p.blocks * p.rows_per_block >= rows
-            assert p.tile_rows * p.tile_cols <= aux_loss.TILE
+            assert p.tile_rows * p.tile_cols <= TILE
 
 
 def test_another_partition_would_be_another_sum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +61,7 @@ def test_another_partition_would_be_another_sum(monkeypatch: pytest.MonkeyPatch)
     probs, counts = probabilities(4097, 128), token_counts(128, torch.int64)
     losses = set()
     for sms in (132, 148, 78, 256):
-        monkeypatch.setattr(aux_loss, "BLOCKS", sms)
+        monkeypatch.setattr(aux_loss_order, "BLOCKS", sms)
         losses.add(bits(aux_loss.definition(probs, counts, 1e-9)).item())
     assert len(losses) > 1
     monkeypatch.undo()

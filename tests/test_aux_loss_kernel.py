@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bicomm.model_hooks import aux_loss, aux_loss_kernel, exact_loss, exact_loss_kernel
+from bicomm.model_hooks import aux_loss, aux_loss_kernel, aux_loss_order, exact_loss, exact_loss_kernel
 from router_cases import probabilities, same, token_counts
 
 pytestmark = [
@@ -32,8 +32,8 @@ def test_blocked_kernels_have_the_bits_of_the_definition(
     case: tuple[int, int, torch.dtype, torch.dtype, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, cols, dtype, count_dtype, blocks = case
-    monkeypatch.setattr(aux_loss, "BLOCKS", blocks)
-    monkeypatch.setattr(aux_loss, "TILE", 512 if cols < 512 else 1024)
+    monkeypatch.setattr(aux_loss_order, "BLOCKS", blocks)
+    monkeypatch.setattr(aux_loss_order, "TILE", 512 if cols < 512 else 1024)
     probs, counts = probabilities(rows, cols, dtype), token_counts(cols, count_dtype)
     mask = torch.arange(rows) % 4 == 1
     start = aux_loss.coefficient(cols, 1e-9, 4, 1)

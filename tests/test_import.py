@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib.util
 import inspect
 import json
@@ -119,6 +120,20 @@ def test_imports_run_downwards() -> None:
             upwards += [f"{path.name} imports {other}" for other in _rooms_of_imports(node) if other not in below]
     assert not upwards
     assert seen == set(ROOMS)
+
+
+def test_no_room_has_modules_that_import_each_other_in_a_circle() -> None:
+    """Imports inside functions count here: what two files share belongs into a third one below them."""
+    for room in sorted(path.parent for path in (ROOT / "bicomm").glob("*/__init__.py")):
+        modules = {path.stem: ast.parse(path.read_text()) for path in room.glob("*.py") if path.stem != "__init__"}
+        needs: dict[str, set[str]] = {}
+        for name, tree in modules.items():
+            froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+            named = {alias.name for node in froms if node.module == f"bicomm.{room.name}" for alias in node.names}
+            paths = [str(node.module).split(".") for node in froms]
+            named |= {path[2] for path in paths if path[:2] == ["bicomm", room.name] and len(path) > 2}
+            needs[name] = named & set(modules)
+        list(graphlib.TopologicalSorter(needs).static_order())  # a CycleError says which
 
 
 # What torch makes as the process has it set (set_default_dtype, set_default_device) where nothing is said.

@@ -5,7 +5,7 @@ d probs[r, c] = (C * tokens_per_expert[c]) * d loss
 
 (Switch Transformer, arXiv 2101.03961; signature, shapes and dtypes of TransformerEngine's `fused_moe_aux_loss`.)
 
-The order of additions is part of the contract and depends on the shape and dtype alone, see :class:`Partition`:
+The order of additions is part of the contract and depends on the shape and dtype alone, see `aux_loss_order.py`:
 rows are cut into at most 256 blocks; a block adds its rows in chains; products with the counts and all sums across
 lanes and blocks are `pinned.fixed_sum`, which has no order; each block's partial is scaled by C before the last sum.
 `definition` is that in plain torch, and the CPU path; `aux_loss_kernel.py` gives the same bits on a GPU.
@@ -14,7 +14,6 @@ lanes and blocks are `pinned.fixed_sum`, which has no order; each block's partia
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from typing import Any, Literal, NamedTuple
@@ -25,13 +24,11 @@ from torch.autograd.function import once_differentiable
 
 from bicomm.as_written import as_written
 from bicomm.model_hooks import pinned
+from bicomm.model_hooks.aux_loss_order import BLOCKS, WIDE_COUNTS, Partition
 
-BLOCKS = 256
-TILE = 2048  # lanes of a block that add in parallel; part of the order, so not to be tuned without a new contract
 PROB_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ADDENDS_AT_ONCE = 1 << 22  # of the definition: bounds its memory, whatever the rows (2**24 x 128 are 8 GB)
 COUNT_DTYPES = (torch.int16, torch.int32, torch.int64, torch.float32, torch.bfloat16)
-WIDE_COUNTS = (torch.int32, torch.int64)  # may exceed 2**24, so they enter as a sum of two fp32 values
 Reduction = Literal["blocked", "exact"]
 
 
@@ -45,33 +42,6 @@ class WorkspaceSpec(NamedTuple):
 def aux_loss_workspace() -> WorkspaceSpec:
     """The workspace of :func:`fused_moe_aux_loss_out`: 256 fp32, whatever the input. Touches no device."""
     return WorkspaceSpec((BLOCKS,), torch.float32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Partition:
-    """Who adds what to whom: fixed by rows and cols alone.
-
-    blocks = max(1, min(rows, 256)) blocks of `rows_per_block` neighbouring rows; in a block, lane (i, c) of a tile
-    [tile_rows, tile_cols] adds rows i, i + tile_rows, ... in that order; tiles of columns follow each other.
-    """
-
-    blocks: int
-    rows_per_block: int
-    tile_rows: int
-    tile_cols: int
-
-    @classmethod
-    def of(cls, rows: int, cols: int) -> Partition:
-        blocks = max(1, min(rows, BLOCKS))
-        per_block = -(-rows // blocks)
-        tile_cols = min(1 << max(cols - 1, 0).bit_length(), 1024, TILE)
-        tile_rows = max(1, min(1 << max(per_block - 1, 0).bit_length(), TILE // tile_cols))
-        return cls(blocks, per_block, tile_rows, tile_cols)
-
-    @property
-    def steps(self) -> int:
-        """Tiles of rows in a block."""
-        return -(-self.rows_per_block // self.tile_rows)
 
 
 def coefficient(num_experts: int, coeff: float, topk: int, total: int, count_total: int | None = None) -> float:
@@ -297,7 +267,7 @@ def fused_moe_aux_loss(
     deterministic      both values give the same bits here; the argument is part of the signature.
     padding_mask       bool [rows], True where a row is padding: it never counts, whatever it holds.
     count_total        T of tokens_per_expert where it differs from that of probs: C = E*coeff / topk / count_total / T.
-    reduction          "blocked": a fixed order, see :class:`Partition`. "exact": RN32(S * C) with the exact sum S of
+    reduction          "blocked": a fixed order, see `aux_loss_order.py`. "exact": RN32(S * C) with the exact sum S of
                        column sum times count; integer counts only. It does not depend on how rows are split.
     group              with "exact": a process group whose ranks hold the rows together. tokens_per_expert and T are
                        those of the whole group on every rank (`losses.count_tokens` makes them); the loss is the

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bicomm.model_hooks import pinned_triton as pin
-from bicomm.model_hooks.aux_loss import BLOCKS, WIDE_COUNTS, Partition
+from bicomm.model_hooks.aux_loss_order import BLOCKS, WIDE_COUNTS, Partition
 
 HALF_BLOCKS = tl.constexpr(BLOCKS // 2)
 

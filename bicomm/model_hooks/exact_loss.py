@@ -13,11 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LIMBS = 9
-LIMB_BITS = 32
-UNIT = -149  # exponent of the lowest bit of the lowest limb
+from bicomm.model_hooks.limbs import LIMB_BITS, LIMBS, SUMS, UNIT
+
 ADDENDS_AT_ONCE = 1 << 20  # of the definition: bounds its memory
-SUMS = LIMBS + 1  # the limbs, and the number of addends that are not finite
 
 
 def _digits(x: Tensor, limb: int) -> Tensor:

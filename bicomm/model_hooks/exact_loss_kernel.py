@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bicomm.model_hooks import exact_loss as ref
+from bicomm.model_hooks import limbs
 from bicomm.model_hooks import pinned_triton as pin
 from bicomm.model_hooks.launching import on_its_device
 
-LIMBS = tl.constexpr(ref.LIMBS)
-LIMB_BITS = tl.constexpr(ref.LIMB_BITS)
+LIMBS = tl.constexpr(limbs.LIMBS)
+LIMB_BITS = tl.constexpr(limbs.LIMB_BITS)
 DIGITS = tl.constexpr(32)  # base 2**16: S has at most 2**(277 + 31 + 63 + log2 cols), C another 24 bits
 
 
@@ -129,7 +129,7 @@ def column_sums(probs: Tensor, padding_mask: Tensor | None) -> Tensor:
     """`exact_loss.definition` as one kernel; integer atomics, whose order is no matter."""
     x = probs if probs.stride(1) == 1 or probs.shape[1] == 1 else probs.contiguous()
     rows, cols = x.shape
-    sums = torch.zeros(ref.SUMS, cols, dtype=torch.int64, device=x.device)
+    sums = torch.zeros(limbs.SUMS, cols, dtype=torch.int64, device=x.device)
     if rows == 0 or cols == 0:
         return sums
     tile_cols = min(triton.next_power_of_2(cols), 128)
