@@ -40,11 +40,13 @@ class Communicator:
     mode          `ordered`, `exact`, `multimem`, `fp64`, a preset, an id or a `Contract`; None if each call says.
     strict        raise, rather than run the same contract in software, where mode="multimem" cannot use the switch.
     timeout       seconds that a call waits for the other ranks (default 30, or BICOMM_TIMEOUT). The making of the
-                  communicator waits for them at least 60 s: they may still be importing.
+                  communicator waits for them at least 60 s: they may still be importing. On GPUs the first call of a
+                  kind waits at least 300 s (or BICOMM_FIRST_TIMEOUT): they may still be compiling.
     device        where operands live; None for the device that `bicomm.init` chose.
     share_memory  False: never map other ranks' memory; rows travel by all-to-all.
-    check_every   calls that use the NVLink switch between two self-checks of it, 0 for none; a check that fails on any
-                  rank turns the switch off on all, captured graphs included.
+    check_every   calls that use the NVLink switch between two self-checks of it, 0 for none. A check reads known columns
+                  and a block of the call's own operand, and the host waits; one that fails on any rank turns the switch
+                  off on all, captured graphs included. Captured calls and replays are not counted.
     debug         catch writes into released buffers, at the cost of a check at each release (or BICOMM_DEBUG=1).
 
     Raises NotInitialized without a group, ValueError where the ranks' arguments differ, NoRoom where shared memory is

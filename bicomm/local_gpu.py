@@ -28,6 +28,7 @@ def local_gpu_world(
     for rank in range(size):
         transport = GpuTransport(rank, size, device, controls[rank], LocalLink(world, rank), timeout, timeout)
         transport.blocks_limit = max(1, torch.cuda.get_device_properties(device).multi_processor_count // size)
+        transport.rotate = 0  # there are no links, and each value would be one more compilation in this process
         comm = LocalRank(transport, facts, device).communicator(rank, mode, debug)
         comm.stream = torch.cuda.Stream(device)
         comms.append(comm)

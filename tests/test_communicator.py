@@ -245,6 +245,23 @@ def test_sizes_may_be_integers_of_any_library() -> None:
         assert Request(**json.loads(made.encode())).max_tokens == 2
 
 
+def test_time_outs_come_from_the_caller_the_environment_or_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(timeout: float | None = None) -> tuple[float, float]:
+        made = Request.checked(0, 0, "exact", False, torch.device("cpu"), True, timeout, None, 0)
+        return made.timeout, made.first_timeout
+
+    for name in ("BICOMM_TIMEOUT", "BICOMM_FIRST_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    assert seconds() == (30.0, 300.0) and seconds(5) == (5.0, 300.0)
+    monkeypatch.setenv("BICOMM_TIMEOUT", "7")
+    monkeypatch.setenv("BICOMM_FIRST_TIMEOUT", "900")
+    assert seconds() == (7.0, 900.0) and seconds(5) == (5.0, 900.0)
+    for wrong in ("soon", "inf", "nan", "0", "-3"):
+        monkeypatch.setenv("BICOMM_FIRST_TIMEOUT", wrong)
+        with pytest.raises(ValueError, match="number of seconds"):
+            seconds()
+
+
 def test_a_call_after_its_communicator_is_gone_says_so() -> None:
     (comm,) = bicomm.local_world(1, mode="exact")
     x = torch.ones(2, 3, requires_grad=True)

@@ -33,13 +33,14 @@ from bicomm.ranks.peers import Peer, settled
 from bicomm.symmem import cuda
 from bicomm.symmem.buffer import SymmetricBuffer
 from bicomm.symmem.cuda import make_local_buffers
-from bicomm.transports import gpu, gpu_group
+from bicomm.transports import gpu, gpu_group, nvls
 from bicomm.transports.gpu import GpuTransport
 from bicomm.transports.link import LocalLink, LocalWorld, StoreLink
 from bicomm.transports.nvls import Nvls
 
 W = 3
 CPU = torch.device("cpu")
+INTERPRETED = {"exact": exact.reduce, "multimem": multimem.reduce}  # as they are, for tests that run them
 
 
 class Stream:
@@ -318,6 +319,156 @@ def test_without_a_multicast_address_the_contract_runs_in_software(fake: Fake) -
         buffer.multicast = 4096
     comm.combine(torch.ones(6, 4), "multimem")
     assert [name for name, _ in fake.launches if name != "copy_in"] == ["exact", "multimem"]
+
+
+def test_a_time_out_beyond_what_a_device_counts_is_for_ever(fake: Fake) -> None:
+    comm = world()[0]
+    transport_of(comm).timeout = 1e300
+    comm.combine(torch.ones(6, 4))
+    assert next(call for name, call in fake.launches if name == "exact").sync.patience == 3 * 10**18 < 1 << 62
+
+
+def test_every_rank_begins_to_read_at_another_peer(fake: Fake) -> None:
+    """Else all ranks would read one rank's link at a time."""
+    for comm in world():
+        fake.launches.clear()
+        for mode in ("ordered", "exact", "fp64"):
+            comm.combine(torch.ones(6, 4), mode)
+        comm.dispatch(torch.ones(2, 4), splits=[2, 2, 2])
+        begins = [(name, call.rotate) for name, call in fake.launches if name != "copy_in"]
+        assert begins == [(name, comm.rank) for name in ("ordered", "exact", "ordered", "gather")]
+
+
+class Switched:
+    """A local world whose calls go the switch's way, added by the real kernels in the interpreter, without barriers:
+    `ask` drives the ranks in turn. lie: what the switch's own sums are after a fault of the switch."""
+
+    def __init__(self, fake: Fake, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+        self.comms, self.agreed = world(), [""] * W
+        self.lie: Callable[[Tensor], None] = lambda _: None
+        self.lose: Callable[[GpuTransport], None] = lambda _: None
+        self.order: list[tuple[str, int, int]] = []  # kernel, elements of its result, nanoseconds of patience
+        self.now = 0
+        for name in INTERPRETED:
+            monkeypatch.setattr({"exact": exact, "multimem": multimem}[name], "reduce", self._kernel(name))
+        for comm in self.comms:
+            comm._facts = dataclasses.replace(comm._facts, multicast="", certified=EXACT, confirmed=EXACT)
+            transport_of(comm).nvls = Nvls(EXACT, CPU, self._known, self._agree, every, hardware=False)
+
+    def _known(self, _: Any) -> str:
+        self.order.append(("known columns", 0, 0))
+        return ""
+
+    def _agree(self, reason: str) -> str:
+        self.agreed[self.now] = reason
+        return reason
+
+    def _kernel(self, name: str) -> Callable[..., Tensor]:
+        def run(call: Any, *positional: Any, **named: Any) -> Tensor:
+            self.order.append((name, call.out.numel(), call.sync.patience))
+            out = INTERPRETED[name](dataclasses.replace(call, sync=None), *positional, **named)
+            if name == "multimem" and int(named["trusted"]):
+                self.lie(out)
+            if name == "exact":
+                self.lose(transport_of(self.comms[self.now]))
+            return out
+
+        return run
+
+    def ask(self, data: Tensor, splits: Any, out_dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """One combine of fp32 [W, rows, hidden], of buffers that all ranks have filled."""
+        with contextlib.ExitStack() as held:
+            buffers = [held.enter_context(comm.acquire(*data.shape[1:])) for comm in self.comms]
+            for buffer, own in zip(buffers, data, strict=True):
+                buffer.copy_(own)
+            outs = []
+            for comm, buffer in zip(self.comms, buffers, strict=True):
+                self.now = comm.rank
+                share = data.shape[1] if isinstance(splits, Tensor) else splits[comm.rank]
+                out = torch.full((share, data.shape[2]), 7.0, dtype=out_dtype)
+                transport, place = transport_of(comm), comm._acquired.place_of(buffer)
+                transport.combine(buffer, splits, EXACT, out, place, True)
+                outs.append(out)
+            return outs
+
+
+DUST = torch.tensor([1.0, 2.0**-24, 2.0**-60])
+
+
+def dusty(rows: int, hidden: int) -> Tensor:
+    """A tie that the last rank's dust decides, in every element: an fp32 chain loses it."""
+    return DUST.view(W, 1, 1) * (1 + torch.arange(rows * hidden).view(1, rows, hidden) % 3)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("splits", "hidden"), [((3, 0, 2), 8), ((1, 4, 0), 7)])
+def test_a_periodic_check_sums_a_block_of_the_operand_both_ways(
+    fake: Fake,
+    monkeypatch: pytest.MonkeyPatch,
+    splits: tuple[int, ...],
+    hidden: int,
+    out_dtype: torch.dtype,
+    on_device: bool,
+) -> None:
+    monkeypatch.setattr(nvls, "BLOCK_ELEMENTS", 2 * hidden)
+    ranks = Switched(fake, monkeypatch, every=2)
+    data = dusty(sum(splits), hidden)
+    wanted = EXACT.sum(data).to(out_dtype).split(splits)
+    for due in (False, True, False):
+        ranks.order.clear()
+        outs = ranks.ask(data, torch.tensor(splits) if on_device else splits, out_dtype)
+        for out, want, own in zip(outs, wanted, splits, strict=True):
+            assert torch.equal(out[:own].view(torch.int16), want.view(torch.int16))
+            assert out[own:].eq(7).all()
+        assert [name for name, *_ in ranks.order] == (["multimem", "exact", "known columns"] * due + ["multimem"]) * W
+        sizes = [size for name, size, _ in ranks.order if name == "exact"]
+        assert all(size <= 2 * hidden for size in sizes) and len(sizes) == W * due
+        if due:
+            waits = [patience for _, _, patience in ranks.order[:4]]
+            assert waits == [9 * 10**9, 9 * 10**9, 0, 4 * 10**9], "kernels for a block may have to be compiled"
+    assert all(transport_of(comm).nvls.reason == "" for comm in ranks.comms)  # type: ignore[union-attr]
+
+
+def test_one_bit_that_the_switch_gets_wrong_in_a_live_operand_turns_it_off(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The known columns are as they should be: the twin without a look at the operand would notice nothing."""
+    ranks = Switched(fake, monkeypatch, every=3)
+    data, splits = dusty(6, 8), (2, 2, 2)
+    wanted = EXACT.sum(data)
+
+    def lie(out: Tensor) -> None:
+        out.view(torch.int32)[1, 5] ^= 1
+
+    ranks.lie = lie
+    for _ in range(2):
+        assert not torch.equal(torch.cat(ranks.ask(data, splits)), wanted), "nobody looks at these calls"
+    assert torch.equal(torch.cat(ranks.ask(data, splits)), wanted), "the call of the check is right already"
+    for rank, comm in enumerate(ranks.comms):
+        assert transport_of(comm).nvls.trusted.tolist() == [0]  # type: ignore[union-attr]
+        said = comm.plan("multimem").candidates[0].reason
+        want = int(wanted[2 * rank + 1, 5].view(torch.int32))
+        assert f"row 1 of this rank's tokens, column 5, the switch gave 0x{want ^ 1:08x}" in said
+        assert f"exact/1 is 0x{want:08x} (1 of 16 elements differ)" in said
+    assert torch.equal(torch.cat(ranks.ask(data, splits)), wanted), "for good"
+
+
+def test_a_fault_during_a_check_is_no_difference(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the group is lost between the two sums, one of them is NaN."""
+    ranks = Switched(fake, monkeypatch, every=1)
+
+    def lie(out: Tensor) -> None:
+        out.fill_(torch.nan)
+
+    def lose(transport: GpuTransport) -> None:
+        transport._page[barrier.PAGE_LOST.value] = 1
+
+    ranks.lie, ranks.lose = lie, lose
+    ranks.ask(dusty(3, 4), (1, 1, 1))
+    assert all(transport_of(comm).nvls.reason == "" for comm in ranks.comms)  # type: ignore[union-attr]
+    with pytest.raises(PeerTimeout):
+        ranks.comms[0].check()
 
 
 # ---------------------------------------------------------------------------------- faults

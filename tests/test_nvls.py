@@ -21,6 +21,11 @@ def alone(reason: str) -> str:
     return f"rank 0: {reason}" if reason else ""
 
 
+def alike(_: Contract) -> str:
+    """A block of the operand in which nothing differs."""
+    return ""
+
+
 def self_check(name: str):  # type: ignore[no-untyped-def]
     fabric = emulate.emulated(name, W)
     return lambda contract: trust.self_check(fabric, contract, rank=0)
@@ -84,17 +89,30 @@ def test_a_periodic_check_that_fails_turns_the_word_off_for_good() -> None:
     nvls = Nvls(EXACT, torch.device("cpu"), check, alone, every=3)
     assert nvls.trusted.tolist() == [1]
     for _ in range(5):
-        nvls.count_call()
+        nvls.count_call(alike)
     assert nvls.trusted.tolist() == [1] and len(calls) == 1
-    nvls.count_call()
+    nvls.count_call(alike)
     assert nvls.trusted.tolist() == [0] and "rank 0: the switch gave" in nvls.reason
     for _ in range(20):
-        nvls.count_call()
+        nvls.count_call(alike)
     assert nvls.trusted.tolist() == [0] and len(calls) == 2
+
+
+def test_a_block_of_the_operand_is_looked_at_even_where_known_columns_differ() -> None:
+    """Both parts are collective: a rank that left one out would keep the others waiting."""
+    blocks: list[Contract] = []
+
+    def block(contract: Contract) -> str:
+        blocks.append(contract)
+        return "of the operand of a call"
+
+    nvls = Nvls(EXACT, torch.device("cpu"), lambda _: "the switch gave 0x0", alone, every=1)
+    nvls.count_call(block)
+    assert blocks == [EXACT] and nvls.reason == "rank 0: of the operand of a call; the switch gave 0x0"
 
 
 def test_by_default_no_call_is_checked() -> None:
     nvls = Nvls(EXACT, torch.device("cpu"), lambda _: "must not run", alone)
     for _ in range(1000):
-        nvls.count_call()
+        nvls.count_call(lambda _: "must not run")
     assert nvls.reason == ""

@@ -2,7 +2,8 @@
 
 One store of 16 aligned bytes to a multicast address reaches all ranks; rows of other sizes have their ends stored to
 each rank's own address. Nothing is computed, so there is no contract to certify; the word `trusted` turns the switch
-off here as well. `gather.py` is the dispatch that pulls, and needs no multicast.
+off here as well. `gather.py` is the dispatch that pulls, and needs no multicast: `Communicator.dispatch` runs that one
+alone. This one is not wired in; docs/design.md, The switch, says why.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from bicomm.symmem.arenas import Arenas, Place
 from bicomm.symmem.buffer import SymmetricBuffer
 from bicomm.transports.base import Asked, Rows, Shares, Transport
 from bicomm.transports.link import Link, Reached
-from bicomm.transports.nvls import Nvls
+from bicomm.transports.nvls import Nvls, block_of, differing_block
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -75,6 +75,7 @@ class GpuTransport(Transport):
         self.nvls: Nvls | None = None  # where the switch was confirmed
         self.rehearsing = False
         self.blocks_limit: int | None = None  # blocks of a launch, where several ranks share a GPU
+        self.rotate = rank  # the peer that is read first, so that ranks do not all begin at one link
         self._control, self._link = control, link
         self._arenas = Arenas(link.allocate)
         zero = torch.zeros(1, dtype=torch.int64, device=device)  # one rank alone: an address is an offset from 0
@@ -104,8 +105,6 @@ class GpuTransport(Transport):
     def combine(
         self, x: Tensor, splits: Shares, contract: Contract, out: Tensor, place: Place | None, switch: bool = False
     ) -> None:
-        if switch and self.nvls is not None:
-            self.nvls.count_call()
         with self._operand(x, x.shape[0], place) as at:
             sync = self._sync("combine", x.dtype, contract, x.shape[1], at.mark, x.shape[0], splits)
             if isinstance(splits, Tensor):
@@ -121,21 +120,44 @@ class GpuTransport(Transport):
                 start=start * x.shape[1],
                 count=count * x.shape[1],
                 splits=shares,
+                rotate=self.rotate,
                 sync=sync,
             )
-            # An arena for which no multicast slot was left has no such address. The contract is the same.
-            if switch and self.nvls is not None and (at.buffer.multicast or not self.nvls.hardware):
-                multimem.reduce(
-                    call,
-                    contract.parameters,
-                    multicast=at.buffer.multicast,
-                    trusted=self.nvls.trusted,
-                    hardware=self.nvls.hardware,
-                )
-            elif contract.rule in ("ordered", "fp64"):
-                ordered.reduce(call, accumulator=torch.float64 if contract.rule == "fp64" else torch.float32)
-            else:
-                exact.reduce(call, contract.parameters)
+            if switch and self.nvls is not None:
+                self.nvls.count_call(lambda confirmed: self._check_block(call, at, confirmed))
+            self._reduce(call, at, contract, switch)
+
+    def _reduce(self, call: Reduce, at: Place, contract: Contract, switch: bool) -> None:
+        # An arena for which no multicast slot was left has no such address. The contract is the same.
+        if switch and self.nvls is not None and (at.buffer.multicast or not self.nvls.hardware):
+            multimem.reduce(
+                call,
+                contract.parameters,
+                multicast=at.buffer.multicast,
+                trusted=self.nvls.trusted,
+                hardware=self.nvls.hardware,
+            )
+        elif contract.rule in ("ordered", "fp64"):
+            ordered.reduce(call, accumulator=torch.float64 if contract.rule == "fp64" else torch.float32)
+        else:
+            exact.reduce(call, contract.parameters)
+
+    def _check_block(self, call: Reduce, at: Place, contract: Contract) -> str:
+        """Sum a block of a call's operand by the switch and in software: "" or how they differ. Collective.
+
+        Two calls with barriers of their own come before the call itself: since every rank makes all three, and its host
+        waits here, nobody writes the operand before the last of them. Waits for the device.
+        """
+        if call.sync is not None:  # the kernels for a block may have to be compiled now
+            patience = _nanoseconds(max(self.timeout, self.first_timeout))
+            call = dataclasses.replace(call, sync=dataclasses.replace(call.sync, patience=patience))
+        by_switch, software = block_of(call), block_of(call)
+        self._reduce(by_switch, at, contract, switch=True)
+        exact.reduce(software, contract.parameters)
+        difference = differing_block(by_switch.out.cpu(), software.out.cpu(), contract)
+        if int(self._page[barrier.PAGE_LOST.value]) >= self._epoch:
+            return ""  # a fault made one of them NaN, which says nothing of the switch
+        return difference
 
     @_on_its_gpu
     def combine_rows(self, operands: Rows, contract: Contract, out: Tensor, place: Place | None) -> None:
@@ -186,6 +208,7 @@ class GpuTransport(Transport):
                     rank=self.rank,
                     out=result,
                     splits=splits,
+                    rotate=self.rotate,
                     sync=sync,
                 )
             )
@@ -323,7 +346,7 @@ class GpuTransport(Transport):
             told.shape,
             told.tokens,
             told.mark,
-            int(seconds * 1e9),
+            _nanoseconds(seconds),
             self.blocks_limit,
         )
 
@@ -433,6 +456,11 @@ class GpuTransport(Transport):
                 sequence=call >> 2,
             )
         return PeerTimeout(f"rank {self.rank}: this communicator was lost, and no rank left a record of why. {then}")
+
+
+def _nanoseconds(seconds: float) -> int:
+    """At most what the device's 64-bit words hold, and a century is for ever."""
+    return int(min(seconds, 3e9) * 1e9)
 
 
 @dataclasses.dataclass

@@ -28,12 +28,6 @@ from bicomm.transports.nvls import Nvls, decide
 from bicomm.transports.request import Request
 
 _OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-FIRST_TIMEOUT = 300.0  # seconds for the first call of a kind, in which peers compile; BICOMM_FIRST_TIMEOUT overrides it
-
-
-def first_timeout() -> float:
-    """Seconds that a kernel waits in the first call of a kind."""
-    return float(os.environ.get("BICOMM_FIRST_TIMEOUT", FIRST_TIMEOUT))
 
 
 def establish_gpu(
@@ -59,7 +53,7 @@ def establish_gpu(
         return AllToAllTransport(sync, make_wire, device), Facts("cuda", size, reason, reason)
     if control is None:  # one rank: nobody to wait for
         control = make_local_buffers(1, device, 8 * barrier.control_words(1))[0]
-    transport = GpuTransport(rank, size, device, control, link, request.timeout, first_timeout())
+    transport = GpuTransport(rank, size, device, control, link, request.timeout, request.first_timeout)
     reserve = request.max_tokens * request.hidden * 4
     if reserve and size > 1:
         transport.release(transport.take(reserve))

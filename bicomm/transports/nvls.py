@@ -7,17 +7,21 @@ read: once it is 0 they add in software, those of captured graphs included.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from bicomm.certify.candidates import TRUSTED
+from bicomm.certify.measure import hexadecimal
 from bicomm.certify.trust import Periodic
 from bicomm.contract import Contract
+from bicomm.kernels.call import Reduce
 
 Check = Callable[[Contract], str]  # the self-check of one rank: "" or the first difference
 Agree = Callable[[str], str]  # every rank's reason, in one text; "" where no rank has one
+BLOCK_ELEMENTS = 1 << 16  # of a call's own operand, on each rank: some microseconds of a GPU
 
 
 def decide(
@@ -32,6 +36,26 @@ def decide(
         return None, why_not
     reason = agree(check(candidate.cross_rank))
     return (None, f"the self-check failed: {reason}") if reason else (candidate.cross_rank, "")
+
+
+def block_of(call: Reduce) -> Reduce:
+    """The first rows of this rank's part of a call, summed into zeros of their own; its barriers stay."""
+    rows = min(call.out.shape[0], max(1, BLOCK_ELEMENTS // call.hidden))
+    out = torch.zeros(rows, call.hidden, dtype=torch.float32, device=call.out.device)
+    return dataclasses.replace(call, out=out, count=min(call.count, rows * call.hidden))
+
+
+def differing_block(by_switch: Tensor, software: Tensor, contract: Contract) -> str:
+    """Compare two sums of one block, fp32 [rows, H] on the CPU, bit for bit: "" or the first difference."""
+    wrong = by_switch.view(torch.int32) != software.view(torch.int32)
+    if not bool(wrong.any()):
+        return ""
+    row, column = wrong.nonzero()[0].tolist()
+    got, expected = (hexadecimal(x[row, column])[0] for x in (by_switch, software))
+    return (
+        f"of the operand of a call, in row {row} of this rank's tokens, column {column}, the switch gave {got} where "
+        f"{contract.id} is {expected} ({int(wrong.sum()):,} of {wrong.numel():,} elements differ)"
+    )
 
 
 class Nvls:
@@ -56,16 +80,19 @@ class Nvls:
         self._check, self._agree = check, agree
         self._periodic = Periodic(every)
 
-    def count_call(self) -> None:
+    def count_call(self, block: Check) -> None:
         """Before a call that will use the switch: where a self-check is due, make it; collective.
 
-        A self-check that fails on any rank turns the switch off on all of them, for good.
+        It has two parts: the known columns of the first self-check, and `block`, which sums a block of this call's
+        operand by the switch and in software. A difference in either on any rank turns the switch off on all of them,
+        for good.
         """
         if self.reason or (self.trusted.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         if not self._periodic.due():
             return
-        self.reason = self._agree(self._check(self.contract))
+        found = block(self.contract), self._check(self.contract)  # both on every rank: they are collective
+        self.reason = self._agree("; ".join(filter(None, found)))
         if self.reason:
             self.distrust(self.reason)
 
