@@ -44,9 +44,9 @@ class Communicator:
                   kind waits at least 300 s (or BICOMM_FIRST_TIMEOUT): they may still be compiling.
     device        where operands live; None for the device that `bicomm.init` chose.
     share_memory  False: never map other ranks' memory; rows travel by all-to-all.
-    check_every   calls that use the NVLink switch between two self-checks of it, 0 for none. A check reads known columns
-                  and a block of the call's own operand, and the host waits; one that fails on any rank turns the switch
-                  off on all, captured graphs included. Captured calls and replays are not counted.
+    check_every   calls that use the NVLink switch between two self-checks of it, 0 for none. A check reads known
+                  columns and a block of the call's own operand, and the host waits; one that fails on any rank turns
+                  the switch off on all, captured graphs included. Captured calls and replays are not counted.
     debug         catch writes into released buffers, at the cost of a check at each release (or BICOMM_DEBUG=1).
 
     Raises NotInitialized without a group, ValueError where the ranks' arguments differ, NoRoom where shared memory is

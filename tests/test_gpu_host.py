@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -469,6 +471,31 @@ def test_a_fault_during_a_check_is_no_difference(fake: Fake, monkeypatch: pytest
     assert all(transport_of(comm).nvls.reason == "" for comm in ranks.comms)  # type: ignore[union-attr]
     with pytest.raises(PeerTimeout):
         ranks.comms[0].check()
+
+
+# ---------------------------------------------------------------------------------- what is left
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_communicators_made_and_destroyed_leave_no_memory(fake: Fake, how: str) -> None:
+    held: list[weakref.ref[Tensor]] = []
+    for _ in range(200):
+        comms = world()
+        for comm in comms:
+            comm.combine(torch.ones(6, 4))
+            with comm.acquire(6, 4) as buffer:
+                comm.combine(buffer)
+            transport = transport_of(comm)
+            arenas = transport._arenas._buffers.values()
+            held += [weakref.ref(b.owner) for b in (transport._control, *arenas)]
+            held += [weakref.ref(transport._page)]
+        fake.launches.clear()
+        if how == "closed":
+            for comm in comms:
+                comm.close()
+    del comms, comm, transport, arenas, buffer
+    gc.collect()
+    assert len(held) == 200 * W * 3 and not [one for one in held if one() is not None]
 
 
 # ---------------------------------------------------------------------------------- faults

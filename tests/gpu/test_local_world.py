@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -521,6 +522,24 @@ def test_memory_is_given_back_and_taken_again(comms: list[Communicator]) -> None
     assert comms[0].memory()["captured"] == 0
     after = run(comms, lambda comm: comm.combine(x[comm.rank], "exact"))
     assert torch.equal(torch.cat(before), torch.cat(after))
+
+
+def test_communicators_made_and_destroyed_leave_no_gpu_memory() -> None:
+    x = partials(16, 64)
+
+    def held(times: int) -> int:
+        for _ in range(times):
+            made = bicomm.local_world(W, device=DEVICE, mode="exact", timeout=4.0)
+            run(made, lambda comm: comm.combine(x[comm.rank]))
+            for comm in made:
+                comm.close()
+        del made
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    before = held(3)
+    assert held(200) <= before
 
 
 def test_gradients_are_dispatch_and_combine(comms: list[Communicator]) -> None:
