@@ -1,4 +1,4 @@
-"""Columns of addends that break summation: numpy fp32 [N, C] from a seed, one family a function (CASES.md 10 to 12)."""
+"""Columns of addends that break summation: numpy fp32 [N, C] from a seed, one family a function."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def logits(rows: int, experts: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Random logits whose first rows are the hard ones (CASES 31): ties, -inf, NaN, saturation, signed zeros, +inf."""
+    """Random logits whose first rows are the hard ones: ties, -inf, NaN, saturation, signed zeros, +inf."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, experts, generator=generator) * 3
     hard = torch.randn(9, experts, generator=generator)

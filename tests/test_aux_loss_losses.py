@@ -53,7 +53,7 @@ def test_a_mask_of_another_dtype_or_shape_is_an_error_and_not_another_count() ->
 
 
 def test_counts_in_bf16_turn_the_bias_the_wrong_way() -> None:
-    """CASES 28: the exact sum is 40,840, bf16 makes 41,216 of it."""
+    """The exact sum is 40,840, bf16 makes 41,216 of it."""
     per_rank = torch.tensor([[5088, 5267, 4947, 5073, 5299, 5217, 4918, 5031], [5120] * 8]).t()
     total = per_rank.sum(0)
     assert total.tolist() == [40_840, 40_960]  # expert 0 has fewer: its bias goes up
@@ -151,7 +151,7 @@ def test_the_z_loss_of_megatron_core(reduction: str) -> None:
 
 @pytest.mark.parametrize("kind", ["aux", "z"])
 def test_a_step_does_not_depend_on_how_many_ranks_share_it(kind: str) -> None:
-    """CASES 29: uneven valid tokens a rank; the ranks' gradients, added, are the one-rank gradient, bit for bit."""
+    """Uneven valid tokens a rank; the ranks' gradients, added, are the one-rank gradient, bit for bit."""
     tokens = 96
     x = torch.randn(tokens, E, generator=torch.Generator().manual_seed(0))
     ids = router.route(x, K).ids
@@ -179,7 +179,7 @@ def test_a_step_does_not_depend_on_how_many_ranks_share_it(kind: str) -> None:
 
 
 def test_microbatches_are_not_one_batch_and_the_docs_say_so() -> None:
-    """A product of two sums does not add up over microbatches ([4, 4, 4] or [6, 2, 4] valid tokens: CASES 29)."""
+    """A product of two sums does not add up over microbatches ([4, 4, 4] or [6, 2, 4] valid tokens)."""
     values, ids = some(12)
     whole = fused_moe_aux_loss(values, losses.count_tokens(ids, E), 12, E, K, 0.01)
 

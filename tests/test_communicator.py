@@ -124,7 +124,7 @@ def test_owner_has_the_same_bits_for_any_number_of_ranks_and_any_placement() -> 
 
 
 def test_the_same_partials_give_the_same_bits_at_every_position_and_on_every_rank() -> None:
-    """CASES 14: the row of interest moves through the batch, last row included, and through the owners."""
+    """The row of interest moves through the batch, last row included, and through the owners."""
     size, tokens, hidden = 8, 17, 6
     probe = partials("tie_dust", size, 1, hidden, 5)
     for mode in ("ordered", "exact"):
@@ -355,7 +355,7 @@ def test_suspending_while_a_buffer_is_held_is_refused() -> None:
 
 
 def test_back_to_back_calls_of_one_buffer_read_what_was_there() -> None:
-    """CASES 36: a rank that is ahead must not write over what a slower one still reads."""
+    """A rank that is ahead must not write over what a slower one still reads."""
     import random
 
     with local_ranks(3, mode="exact", timeout=20) as ranks:

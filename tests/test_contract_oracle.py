@@ -157,7 +157,7 @@ def test_a_window_is_not_exact_where_it_says_so() -> None:
 
 
 def test_a_slice_without_carries_would_be_wrong() -> None:
-    """FACTS.md 9: [-128, 64, 64, 2**-33, 2**-60]; and 256 addends at a slice's top need one more slice above it."""
+    """[-128, 64, 64, 2**-33, 2**-60]; and 256 addends at a slice's top need one more slice above it."""
     column = [-128.0, 64.0, 64.0, 2.0**-33, 2.0**-60]
     many = [2.0**100] * 256 + [2.0**84, 2.0**54]
     for values in (column, many, many[::-1], [-v for v in many]):

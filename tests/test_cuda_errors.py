@@ -1,4 +1,4 @@
-"""CASES.md 39: what torch's symmetric memory says where it cannot be had, with the cause and the cure beside it."""
+"""What torch's symmetric memory says where it cannot be had, with the cause and the cure beside it."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_a_chain_of_layers_with_dispatch_and_combine() -> None:
 
 
 def test_a_rank_whose_operand_needs_no_gradient_joins_the_others_backward_pass() -> None:
-    """A rank whose experts got no tokens has partials without a graph (CASES 1): the others must not wait for it."""
+    """A rank whose experts got no tokens has partials without a graph: the others must not wait for it."""
     with local_ranks(3, mode="exact", timeout=10) as ranks:
         x = partials("normal", 3, 6, 4, 2)
 

@@ -40,7 +40,7 @@ def test_more_than_120_addends_take_narrower_slices() -> None:
 
 
 def test_named_sums() -> None:
-    """CASES.md 10 to 12 as they are written, in every order that matters."""
+    """Ties with dust, cancellations and edges of slices, in every order that matters."""
     columns = [
         *itertools.permutations([1e8, 1.0, -1e8, 1.0, 0.0]),
         *([x * 2.0**k for x in (-128, 64, 64, 2.0**-33, 2.0**-60)] for k in range(-60, 60, 7)),

@@ -112,7 +112,7 @@ def test_slot_order_changes_no_bit() -> None:
 
 
 def test_a_token_at_any_place_and_in_any_company() -> None:
-    """CASES.md 14: the same token alone, first, last, and among others."""
+    """The same token alone, first, last, and among others."""
     case = routing(3, 6, 20, 6, 3)
     all_rows = check_owner(case, tile=SMALL)
     for token in range(6):

@@ -101,6 +101,9 @@ def test_a_tokens_gradients_do_not_depend_on_the_batch() -> None:
         used = case.row_of_slot[token][case.row_of_slot[token] >= 0]
         assert torch.equal(bits(rows[used]), bits(all_rows[used]))
         assert torch.equal(bits(probs[0]), bits(all_probs[token]))
+    # The twin: the same dot products as one matrix product of all gradients with all rows.
+    rows = case.rows.nan_to_num(0.0)
+    assert not torch.equal(grad[:1] @ rows.t(), (grad @ rows.t())[:1])
 
 
 def test_padding_is_never_read_nor_given_a_gradient() -> None:
@@ -258,17 +261,17 @@ def wrapped_steps(kind: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_inside_ddp_and_fsdp(kind: str) -> None:
-    results = [result.value for result in run_ranks(2, wrapped_steps, kind, launcher="fork", timeout=120)]
+    results = [result.value for result in run_ranks(3, wrapped_steps, kind, launcher="fork", timeout=120)]
     alone = []
-    for rank in range(2):
+    for rank in range(3):
         torch.manual_seed(1)
         layer = Layer()
         torch.manual_seed(rank)
         alone.append(step(layer, torch.randn(5 + rank, 8)))
-    for rank in range(2):
+    for rank in range(3):
         assert torch.equal(results[rank][0], alone[rank][0])
-        for got, first, second in zip(results[rank][1:], alone[0][2:], alone[1][2:], strict=True):
-            torch.testing.assert_close(got, (first + second) / 2)
+        for got, *each in zip(results[rank][1:], *(step[2:] for step in alone), strict=True):
+            torch.testing.assert_close(got, sum(each) / 3)  # the wrapper's mean, in an order of its own
 
 
 def test_combine_gradients_reach_every_rank() -> None:

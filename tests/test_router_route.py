@@ -116,6 +116,9 @@ def test_no_row_sees_its_batch() -> None:
         assert same(router.route(strided, 6, **more).weights, want.weights)  # type: ignore[arg-type]
         cube = router.route(x.view(20, 30, 96), 6, **more)  # type: ignore[arg-type]
         assert cube.ids.shape == (20, 30, 6) and same(cube.weights.view(600, 6), want.weights)
+    finite = x[9:]
+    across = torch.softmax(finite.t().contiguous(), 0).t()
+    assert not same(across.contiguous(), torch.softmax(finite, -1)), "the twin: torch's own softmax sees the layout"
 
 
 def test_index_and_map_outputs_say_the_same() -> None:
