@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from bicomm.kernels.call import Tile
 
 HERE = Path(__file__).parent
 Report = dict[str, Any]
@@ -113,3 +116,40 @@ def test_the_switch_is_asked_as_the_contract_needs(reports: list[Report]) -> Non
 
 def test_sass_was_read_where_the_tools_can(reports: list[Report]) -> None:
     assert all(report["sass"] for report in reports if report["capability"] in (90, 100))
+
+
+def _launches() -> list[tuple[str, ast.Call]]:
+    """Every `kernel[grid](...)` of the library: where it stands, and the call."""
+    trees = {path: ast.parse(path.read_text()) for path in sorted((HERE.parent / "bicomm").rglob("*.py"))}
+    kernels = {
+        node.name
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list)
+    }
+    return [
+        (f"{path.relative_to(HERE.parent)}:{node.lineno}", node)
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+        if ast.unparse(node.func.value).rpartition(".")[2] in kernels | {"kernel"}
+    ]
+
+
+def _forbids_contraction(call: ast.Call, source: str) -> bool:
+    """By its own keyword, or by one of the dictionaries that it spreads, which hold it."""
+    words = {word.arg: ast.unparse(word.value) for word in call.keywords if word.arg}
+    spread = {ast.unparse(word.value) for word in call.keywords if not word.arg}
+    inside = spread & {"common", "options"} and '"enable_fp_fusion": False' in source
+    return words.get("enable_fp_fusion") == "False" or "tile.options" in spread or bool(inside)
+
+
+def test_every_launch_forbids_contraction() -> None:
+    """The reports above are of kernels that this folder compiles; launches have options of their own."""
+    launches = _launches()
+    assert len(launches) >= 27 and Tile(512, 4, 8).options["enable_fp_fusion"] is False
+    for where, call in launches:
+        source = (HERE.parent / where.partition(":")[0]).read_text()
+        assert _forbids_contraction(call, source), where
+    bare = ast.parse("kernel[grid](x, num_warps=4, **sizes)", mode="eval").body
+    assert isinstance(bare, ast.Call) and not _forbids_contraction(bare, "")
