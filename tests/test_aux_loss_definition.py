@@ -238,8 +238,10 @@ def test_errors_name_both_sides() -> None:
         (ValueError, "0-dim int64", {"total_num_tokens": torch.tensor(4, dtype=torch.int32)}),
         (ValueError, "at least 1; got 8 and 0", {"topk": 0}),
         (ValueError, "padding_mask is bool", {"padding_mask": torch.zeros(4)}),
-        (ValueError, "coeff is a finite number, got inf", {"coeff": float("inf")}),
-        (ValueError, "coeff is a finite number, got nan", {"coeff": float("nan"), "reduction": "exact"}),
+        (ValueError, "coeff is a finite number.* got inf", {"coeff": float("inf")}),
+        (ValueError, "coeff is a finite number.* got nan", {"coeff": float("nan"), "reduction": "exact"}),
+        (ValueError, "coeff .* 8 in fp32; got 3e", {"coeff": 3e38}),  # C would be infinite, and no integer ratio
+        (ValueError, "coeff .* 8 in fp32; got -3e", {"coeff": -3e38, "reduction": "exact"}),
         (ValueError, "'blocked' or 'exact'", {"reduction": "fast"}),
         (TypeError, "integer counts", {"n": counts.float(), "reduction": "exact"}),
         (ValueError, "group needs reduction='exact'", {"group": object()}),

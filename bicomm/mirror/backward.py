@@ -151,8 +151,8 @@ def scatter_tile(hidden: int) -> tuple[int, int]:
 def weighted_tile(hidden: int) -> tuple[int, int]:
     """Columns of a turn and warps of a program that also takes dot products, over the whole row.
 
-    Measured on an H200 (bench/mirror.py --tune): 176 us at 8192 x 2048 and 555 at 8192 x 7168, where 1,024 columns and
-    4 warps take 192 and 562. The columns are part of the weights' gradient: they order its sum.
+    As an H200 chose (bench/mirror.py --tune, bench/mirror_notes.md): 176 us at 8192 x 2048 and 555 at 8192 x 7168,
+    where 1,024 columns and 4 warps took 192 and 562. The columns are part of the weights' gradient: they order its sum.
     """
     return min(512, triton.next_power_of_2(hidden)), 2
 

@@ -179,7 +179,8 @@ def forward_constants(
         sums_exactly = rule in (EXACT, WINDOW)
         if sums_exactly if groups.value == EACH.value else acc in (ACC_EXACT, ACC_FP64):
             kernel = plain_bf16_kernel
-    # As measured on an H200 by bench/mirror.py --tune (bench/mirror_notes.md). No bit depends on it.
+    # Columns and warps as bench/mirror.py --tune chose them on an H200, registers as reckoned (bench/mirror_notes.md).
+    # No bit depends on them.
     warps, registers = 4, None
     if kernel is plain_bf16_kernel and groups.value != EACH.value:
         # Left alone, the compiler takes 110 to 160, and too few loads are on their way; with these nothing spills.

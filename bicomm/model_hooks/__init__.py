@@ -1,4 +1,4 @@
-"""Batch-invariant pieces of models: the router, the auxiliary loss, and what else engines and trainers hook in.
+"""Pieces of models that engines and trainers hook in: a router whose rows see no batch, deterministic losses.
 
 Importing this package imports nothing else; each module is loaded when it is first named.
 """

@@ -15,7 +15,6 @@ lanes and blocks are `pinned.fixed_sum`, which has no order; each block's partia
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,6 +28,7 @@ from bicomm.model_hooks.aux_loss_order import BLOCKS, WIDE_COUNTS, Partition
 PROB_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ADDENDS_AT_ONCE = 1 << 22  # of the definition: bounds its memory, whatever the rows (2**24 x 128 are 8 GB)
 COUNT_DTYPES = (torch.int16, torch.int32, torch.int64, torch.float32, torch.bfloat16)
+FP32_MAX = torch.finfo(torch.float32).max
 Reduction = Literal["blocked", "exact"]
 
 
@@ -145,8 +145,8 @@ def _check(
     cols = probs.shape[1]
     if num_experts < 1 or topk < 1:
         raise ValueError(f"num_experts and topk are at least 1; got {num_experts} and {topk}")
-    if not math.isfinite(coeff):
-        raise ValueError(f"coeff is a finite number, got {coeff}")
+    if not abs(coeff * num_experts) <= FP32_MAX:  # C would be infinite, and 0 * C no number
+        raise ValueError(f"coeff is a finite number, and so is coeff * {num_experts} in fp32; got {coeff}")
     if cols % num_experts:
         raise ValueError(f"probs has {cols} columns, which is no multiple of num_experts = {num_experts}")
     if counts.shape != (cols,) or counts.dtype not in COUNT_DTYPES or counts.device != probs.device:
