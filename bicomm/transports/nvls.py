@@ -40,7 +40,7 @@ def decide(
 
 def block_of(call: Reduce) -> Reduce:
     """The first rows of this rank's part of a call, summed into zeros of their own; its barriers stay."""
-    rows = min(call.out.shape[0], max(1, BLOCK_ELEMENTS // call.hidden))
+    rows = min(call.out.shape[0], max(1, BLOCK_ELEMENTS // max(1, call.hidden)))
     out = torch.zeros(rows, call.hidden, dtype=torch.float32, device=call.out.device)
     return dataclasses.replace(call, out=out, count=min(call.count, rows * call.hidden))
 
