@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import ROOT
 from torch import Tensor
 
 import oracle
 from bicomm import mirror
 from bicomm.contract import Contract, Partial
-from bicomm.presets import PRESETS
+from bicomm.presets import PARTIALS, PRESETS
 from families import FAMILIES
 from mirror_cases import bits
 
@@ -142,6 +143,14 @@ def canonical(x: Tensor) -> Tensor:
 
 def test_every_preset_has_a_transcription() -> None:
     assert set(EP_ENGINES) | set(ONE_PROCESS) == set(PRESETS)
+
+
+def test_the_page_of_the_mirror_names_them_all() -> None:
+    page = (ROOT / "docs" / "mirror.md").read_text()
+    for name in {*PRESETS, *PARTIALS, *mirror.CANNOT_MIRROR} - {
+        "megatron-training-mirror-fp64"
+    }:  # there as "(`-fp64`)"
+        assert f"`{name}`" in page or f"+{name}/1" in page, name
 
 
 @pytest.mark.parametrize("name", EP_ENGINES)
