@@ -285,7 +285,7 @@ def fused_moe_aux_loss(
         raise TypeError(f"reduction='exact' needs integer counts, got {tokens_per_expert.dtype}")
     if group is not None and reduction != "exact":
         raise ValueError("group needs reduction='exact': only integer sums are the same in every all-reduce")
-    loss: Tensor = _AuxLoss.apply(
+    loss: Tensor = _AuxLoss.apply(  # type: ignore[no-untyped-call]
         probs, tokens_per_expert, total_num_tokens, num_experts, topk, coeff, count_total, padding_mask, reduction,
         group,
     )  # fmt: skip

@@ -107,5 +107,5 @@ def gate(x: Tensor, weight: Tensor) -> Tensor:
         )
     if x.dtype != weight.dtype:
         x, weight = x.to(torch.float32), weight.to(torch.float32)
-    out: Tensor = _Gate.apply(x.reshape(-1, x.shape[-1]), weight)
+    out: Tensor = _Gate.apply(x.reshape(-1, x.shape[-1]), weight)  # type: ignore[no-untyped-call]
     return out.view(*x.shape[:-1], weight.shape[0])

@@ -224,7 +224,7 @@ def z_loss(
         total = count_valid(x, padding_mask=mask, group=group)
     if mask is not None:
         x = torch.where(mask.unsqueeze(1), 0.0, x)
-    squares: Tensor = _ZLoss.apply(x)
+    squares: Tensor = _ZLoss.apply(x)  # type: ignore[no-untyped-call]
     one = torch.ones(1, dtype=torch.int64, device=x.device)
     # E * coeff / topk / count_total / T with E = topk = count_total = 1
     return fused_moe_aux_loss(
@@ -252,5 +252,5 @@ def attach_loss(activation: Tensor, loss: Tensor, *, averaged_over: int = 1, los
     for that of the step, however many ranks share the tokens. Where the trainer averages gradients over W of these
     ranks (data and context parallel, say), averaged_over = W undoes that. loss_scale: the main loss's, if it has one.
     """
-    out: Tensor = _Attach.apply(activation, loss, float(averaged_over) * loss_scale)
+    out: Tensor = _Attach.apply(activation, loss, float(averaged_over) * loss_scale)  # type: ignore[no-untyped-call]
     return out

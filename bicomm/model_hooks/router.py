@@ -184,7 +184,7 @@ def _run(
             source.differences.append(
                 replay.compare_ids(live, ids, padding_mask=mask, call=source.position - 1, name=name)
             )
-    first, second, used = _Route.apply(
+    first, second, used = _Route.apply(  # type: ignore[no-untyped-call]
         x, bias, mask, ids, rule, index_dtype,
         logits.dtype if weights_dtype is None else weights_dtype, dense,
     )  # fmt: skip
@@ -340,7 +340,7 @@ def scores_for_aux_loss(
     x = logits.reshape(-1, logits.shape[-1])
     if padding_mask is not None:
         x = torch.where(padding_mask.reshape(-1, 1), 0.0, x)  # before the softmax: 0 * NaN would reach the gradient
-    out: Tensor = _AllScores.apply(x, score_function)
+    out: Tensor = _AllScores.apply(x, score_function)  # type: ignore[no-untyped-call]
     if padding_mask is not None:
         out = torch.where(padding_mask.reshape(-1, 1), 0.0, out)
     return out.view(logits.shape)
@@ -359,7 +359,7 @@ def fused_compute_score_for_moe_aux_loss(
     packed = _is_bitmap(routing_map_format)
     values = scores_for_aux_loss(logits, score_function, padding_mask=padding_mask)  # type: ignore[arg-type]
     rule = _rule(logits.shape[-1], topk, score_function, True, None, None, None, None, None)
-    _, routing_map, _ = _Route.apply(
+    _, routing_map, _ = _Route.apply(  # type: ignore[no-untyped-call]
         logits.detach().reshape(-1, logits.shape[-1]), None,
         None if padding_mask is None else padding_mask.reshape(-1).contiguous(), None, rule, torch.int64,
         torch.float32, True,
