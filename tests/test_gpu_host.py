@@ -22,11 +22,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bicomm import arguments
-from bicomm.agreement.signature import describe
+from bicomm.agreement.signature import describe, sign
 from bicomm.agreement.store import StoreSync
 from bicomm.communicator import Communicator, LocalRank
 from bicomm.contract import EXACT
-from bicomm.errors import Aborted, CallMismatch, CaptureError, NoRoom, NoSharedMemory, PeerTimeout
+from bicomm.errors import Aborted, CallMismatch, CaptureError, NoRoom, NoSharedMemory, PeerRefused, PeerTimeout
 from bicomm.kernels import barrier, exact, gather, multimem, ordered, owner
 from bicomm.local_gpu import rehearsal
 from bicomm.plan import Facts
@@ -35,7 +35,7 @@ from bicomm.ranks.peers import Peer, settled
 from bicomm.symmem import cuda
 from bicomm.symmem.buffer import SymmetricBuffer
 from bicomm.symmem.cuda import make_local_buffers
-from bicomm.transports import gpu, gpu_group, nvls
+from bicomm.transports import gpu, gpu_faults, gpu_group, nvls
 from bicomm.transports.gpu import GpuTransport
 from bicomm.transports.link import LocalLink, LocalWorld, StoreLink
 from bicomm.transports.nvls import Nvls
@@ -186,6 +186,33 @@ def test_ranks_that_differ_in_their_gradients_read_both_sides_and_what_to_do(fak
     with pytest.raises(CallMismatch, match=r"rank 0 combine\(.*gradient=x.*rank 2 combine\(.*gradient=none") as caught:
         comm.check()
     assert "requires_grad_()" in str(caught.value)
+
+
+def test_a_refusal_is_read_as_that_and_in_the_words_of_the_rank() -> None:
+    call, refusal = (
+        sign("combine", torch.float32, EXACT, 4, (0, 0), 6),
+        sign("refused", torch.float32, None, 0, (0, 0), None),
+    )
+    page, start = torch.zeros(barrier.page_words(W), dtype=torch.int64), barrier.PAGE_HEADS.value
+    heads = [[s.what, s.shape, s.tokens] for s in (call, refusal, call)]
+    page[start:] = torch.tensor(heads).flatten()
+    assert gpu_faults.of_page(page, W, str) is None  # nobody noted a difference
+    page[barrier.PAGE_DIFFERENT.value] = 5
+    error = gpu_faults.of_page(page, W, lambda rank: f"what rank {rank} said")
+    assert isinstance(error, PeerRefused) and "rank 1: what rank 1 said" in str(error)
+
+
+def test_a_record_of_this_epoch_names_the_missing_ranks_beyond_the_64th_too() -> None:
+    size, words = 72, torch.zeros(barrier.control_words(72), dtype=torch.int64)
+    records = words[barrier.WORDS.value + 2 * size :].view(size, barrier.RECORD.value)
+    records[3] = torch.tensor([1, 1, 0, 4 << 2 | barrier.ENTERING.value])  # of an epoch that is over
+    assert "no rank left a record" in str(gpu_faults.of_records(words, size, 9, 2, str))
+    records[71] = torch.tensor([2, 1 << 7, 1 << (70 - 64), 48 << 2 | barrier.LEAVING.value])
+    error = gpu_faults.of_records(words, size, 9, 2, str)
+    assert isinstance(error, PeerTimeout) and (error.missing, error.waiting, error.sequence) == ((7, 70), 71, 48)
+    assert "ranks 7, 70 did not leave call 48" in str(error)
+    records[5] = torch.tensor([2, 0, 0, barrier.ABORTED.value])
+    assert isinstance(gpu_faults.of_records(words, size, 9, 2, lambda rank: "enough"), Aborted)
 
 
 def test_slots_and_products_are_compared_as_on_a_cpu(fake: Fake) -> None:

@@ -109,6 +109,11 @@ def describe(what: int, shape: int, tokens: int) -> str:
     return f"{operation}({', '.join(parts)})"
 
 
+def is_refusal(what: int) -> bool:
+    """Whether the first word of a header is that of a rank which refused its arguments."""
+    return _part(what, _OPERATION) == OPERATIONS.index("refused")
+
+
 def hint(one: Sequence[int], other: Sequence[int]) -> str:
     """What to do where two calls differ in the gradients alone that their ranks ask for; else ""."""
     first, bits = _GRADIENT

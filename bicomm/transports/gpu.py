@@ -17,15 +17,16 @@ from torch import Tensor
 
 from bicomm.agreement.flags import AGAIN
 from bicomm.agreement.header import first_line
-from bicomm.agreement.signature import describe, hint, sign
+from bicomm.agreement.signature import sign
 from bicomm.arguments import check_gathered
 from bicomm.contract import Contract
-from bicomm.errors import Aborted, BicommError, CallMismatch, CaptureError, PeerRefused, PeerTimeout
+from bicomm.errors import Aborted, BicommError, CaptureError, PeerTimeout
 from bicomm.kernels import barrier, exact, gather, multimem, ordered, owner
 from bicomm.kernels.call import Gather, Pull, Reduce, Sync
 from bicomm.kernels.copy_in import copy_in
 from bicomm.symmem.arenas import Arenas, Place
 from bicomm.symmem.buffer import SymmetricBuffer
+from bicomm.transports import gpu_faults
 from bicomm.transports.base import Asked, Rows, Shares, Transport
 from bicomm.transports.link import Link, Reached
 from bicomm.transports.nvls import Nvls, block_of, differing_block
@@ -419,43 +420,14 @@ class GpuTransport(Transport):
         return self._control.local[: 8 * barrier.control_words(self.size)].view(torch.int64)
 
     def _read_error(self) -> BicommError:
-        then = AGAIN
-        if int(self._page[barrier.PAGE_DIFFERENT.value]):
-            start = barrier.PAGE_HEADS.value
-            heads = self._page[start : start + 3 * self.size].view(self.size, 3).tolist()
-            refusing = [r for r, head in enumerate(heads) if head[0] >> 1 & 15 == 0]
-            if refusing and len(refusing) < self.size:
-                told = "; ".join(f"rank {r}: {self._link.read(r)}" for r in refusing)
-                return PeerRefused(f"a call did not run, because its arguments were refused: {told}. {then}")
-            other = next(r for r, head in enumerate(heads) if head != heads[0])
-            return CallMismatch(
-                f"ranks entered different calls: rank 0 {describe(*heads[0])}, rank {other} {describe(*heads[other])}"
-                f"{hint(heads[0], heads[other])}. Every rank of the group must make the same calls in the same order. "
-                f"Results are NaN. {then}"
-            )
+        different = gpu_faults.of_page(self._page, self.size, self._link.read)
+        if different is not None:
+            return different
         if torch.cuda.is_current_stream_capturing():
-            return PeerTimeout(f"this communicator was lost, which was noticed during a capture. {then}")
+            return PeerTimeout(f"this communicator was lost, which was noticed during a capture. {AGAIN}")
         with torch.cuda.stream(torch.cuda.Stream(self.device)):
             words = self._words().cpu()
-        start = int(barrier.WORDS.value) + 2 * self.size
-        records = words[start:].view(self.size, barrier.RECORD.value).tolist()
-        for rank, (epoch, low, high, call) in enumerate(records):
-            if epoch != self._epoch:
-                continue
-            which = call & 3
-            if which == barrier.ABORTED.value:
-                return Aborted(f"rank {rank} aborted this communicator: {self._link.read(rank)}. {then}")
-            missing = tuple(r for r in range(self.size) if (low if r < 64 else high) >> (r & 63) & 1)
-            names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-            side = "enter" if which == barrier.ENTERING.value else "leave"
-            return PeerTimeout(
-                f"{names} did not {side} call {call >> 2} of this communicator in time (rank {rank} gave up first, "
-                f"epoch {self._epoch}). Results since then are NaN. {then}; without a dead rank, make a new one",
-                missing=missing,
-                waiting=rank,
-                sequence=call >> 2,
-            )
-        return PeerTimeout(f"rank {self.rank}: this communicator was lost, and no rank left a record of why. {then}")
+        return gpu_faults.of_records(words, self.size, self.rank, self._epoch, self._link.read)
 
 
 def _nanoseconds(seconds: float) -> int:
