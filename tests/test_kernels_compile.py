@@ -64,8 +64,8 @@ def test_no_atomics_on_floats(reports: list[Report]) -> None:
 
 def test_registers_are_enough(reports: list[Report]) -> None:
     for report in reports:
-        # owner holds its rows' tiles in the registers of two warps, and was measured fastest so on sm_90; for the others
-        # the assembler of Triton 3.6 rather keeps some words on the stack than take more than 168 registers.
+        # owner holds its rows' tiles in the registers of two warps, and was measured fastest so on sm_90; for the
+        # others the assembler of Triton 3.6 rather keeps some words on the stack than take more than 168 registers.
         owner = report["name"].startswith("owner")
         some = 24 if owner and report["capability"] != 90 else 0
         assert report["stack"] <= some and report["local"] == 0, report
